@@ -1,0 +1,26 @@
+"""Settings of the engine. Imports no torch."""
+
+from pydantic import Field
+
+from dspark.config import Settings
+
+
+class EngineSettings(Settings):
+    """How much an engine serves at once, and how it speculates.
+
+    The KV memory follows from `num_blocks`; by default every one of `max_batch` requests may grow to `max_length`.
+    """
+
+    max_batch: int = Field(8, ge=1)  # requests decoded together
+    max_length: int = Field(2048, ge=2)  # tokens of prompt and answer together; the model's own limit holds as well
+    block_size: int = Field(16, ge=1)  # tokens a cache block
+    num_blocks: int | None = Field(None, ge=2)  # cache blocks, the reserved block 0 counted; None = see above
+    prefill_tokens: int = Field(2048, ge=1)  # prompt rows of one prefill step, padding counted; one prompt always fits
+    speculate: bool = True  # False: plain decoding even with a drafter
+    num_draft_tokens: int | None = Field(
+        None, ge=1
+    )  # verify at most this many drafts a round; None = the drafter's own
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Cache blocks that hold `num_tokens` positions."""
+        return -(-num_tokens // self.block_size)

@@ -1,0 +1,167 @@
+"""The engine: requests in, tokens and text out, a step at a time."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from dspark.drafters.dspark import Drafter
+from dspark.engine.blocks import BlockAllocator
+from dspark.engine.config import EngineSettings
+from dspark.engine.request import Completion, Origin, Request, SamplingParams
+from dspark.engine.round import Emission, Round
+from dspark.engine.runner import Runner, num_window_positions
+from dspark.engine.scheduler import Scheduler
+from dspark.engine.stats import AcceptanceWatch, EngineStats
+from dspark.engine.text import TextStream
+from dspark.errors import RequestError
+from dspark.models.target import Target
+from dspark.spec.sampling import fold_seed
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one request put out in one step; `completion` is set with its last tokens."""
+
+    request_id: str
+    token_ids: list[int]
+    text_delta: str
+    origins: list[Origin]
+    completion: Completion | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the request's last output."""
+        return self.completion is not None
+
+
+class Engine:
+    """Serves requests over one target, with a drafter or without.
+
+    Not thread-safe: submit, step and abort from one thread, in any order.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter | None = None, settings: EngineSettings | None = None) -> None:
+        self.settings = settings = settings or EngineSettings()
+        self.target = target
+        self.drafter = drafter if settings.speculate else None
+        self.limit = min(settings.max_length, target.config.max_position_embeddings)
+        self.stats = EngineStats()
+        window = num_window_positions(self.drafter)
+        num_blocks = settings.num_blocks or 1 + settings.max_batch * settings.blocks_for(self.limit + window)
+        runner = Runner(target.decoder, self.drafter, settings, num_blocks)
+        self._round = Round(runner, self.stats, AcceptanceWatch())
+        self._scheduler = Scheduler(settings, BlockAllocator(num_blocks), window)
+        self._requests: dict[str, Request] = {}
+        self._names = (f"request-{number}" for number in count())
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
+        """Queue a request and return its id. Raises RequestError for a prompt that can not be served."""
+        if request_id is None:
+            request_id = next(name for name in self._names if name not in self._requests)
+        if request_id in self._requests:
+            raise RequestError(f"request_id {request_id!r} is in use: give each live request its own")
+        prompt_ids = list(prompt_ids)
+        self._check_prompt(prompt_ids)
+        stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self.target.eos_token_ids)
+        request = Request(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            params=params,
+            seed=secrets.randbits(63) if params.seed is None else fold_seed(params.seed),
+            limit=self.limit,
+            stop_token_ids=frozenset(stops),
+            stream=TextStream(self._decode, params.stop),
+            speculates=params.speculate and self.drafter is not None,
+        )
+        if not self._scheduler.can_ever_fit(request):
+            raise RequestError(
+                f"prompt of {len(prompt_ids)} tokens with max_tokens {params.max_tokens} never fits the cache: "
+                "lower max_tokens or raise num_blocks"
+            )
+        self._requests[request_id] = request
+        self._scheduler.add(request)
+        return request_id
+
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._requests)
+
+    @torch.inference_mode()
+    def step(self) -> list[StepOutput]:
+        """Prefill the requests that may join the batch or, if there are none, run one round for the whole batch."""
+        admitted = self._scheduler.admit()
+        if admitted:
+            return self._finish(self._round.prefill(admitted))
+        running = self._scheduler.grow()
+        groups = [[r for r in running if r.speculates], [r for r in running if not r.speculates]]
+        return self._finish([emission for group in groups if group for emission in self._round.decode(group)])
+
+    def abort(self, request_id: str) -> Completion | None:
+        """Drop a request, waiting or running, and return what it has so far; None if it is not (or no longer) live."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return None
+        self._scheduler.remove(request)
+        request.finish_reason = "abort"
+        request.stream.finish()
+        return request.completion()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """Answer all prompts, in their order. Raises RequestError if one can not be served, before any is started."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts came with {len(each)} params: give one for all, or one each")
+        ids: list[str] = []
+        try:
+            for prompt, param in zip(prompts, each, strict=True):
+                ids.append(self.submit(prompt, param))
+        except RequestError:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+        done: dict[str, Completion] = {}
+        while not done.keys() >= set(ids):
+            done |= {out.request_id: out.completion for out in self.step() if out.completion is not None}
+        return [done[request_id] for request_id in ids]
+
+    def check_integrity(self) -> None:
+        """Assert that every cache block is free or held by one live request, and that lengths agree."""
+        self._scheduler.allocator.check_integrity(request.block_table for request in self._scheduler)
+        assert {r.request_id for r in self._scheduler} == set(self._requests), "a request is lost or dead but scheduled"
+        for request in self._scheduler.running:
+            assert request.seq_len == len(request.known_ids), f"{request.request_id}: seq_len is off"
+
+    def _finish(self, emissions: list[Emission]) -> list[StepOutput]:
+        """Remove finished requests, and turn emissions into outputs."""
+        outputs = []
+        for request, token_ids, text, origins in emissions:
+            completion = None
+            if request.finish_reason is not None:
+                self._scheduler.remove(request)
+                del self._requests[request.request_id]
+                completion = request.completion()
+            self.stats.output_tokens += len(token_ids)
+            if token_ids or text or completion:
+                outputs.append(StepOutput(request.request_id, token_ids, text, origins, completion))
+        return outputs
+
+    def _check_prompt(self, prompt_ids: list[int]) -> None:
+        if not prompt_ids:
+            raise RequestError("prompt is empty: give at least one token")
+        if len(prompt_ids) >= self.limit:
+            raise RequestError(
+                f"prompt has {len(prompt_ids)} tokens, and prompt and answer together may have {self.limit} "
+                "(max_length, and the model's max_position_embeddings): shorten the prompt or raise max_length"
+            )
+        vocab_size = self.target.config.vocab_size
+        if not (min(prompt_ids) >= 0 and max(prompt_ids) < vocab_size):
+            raise RequestError(f"prompt has a token id outside 0..{vocab_size - 1}: use the target's own tokenizer")
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self.target.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text

@@ -1,0 +1,141 @@
+"""A request: what was asked for, how far it is, and where it ends. Imports no torch."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from dspark.config import Settings
+from dspark.engine.stats import count_accepted
+from dspark.engine.text import TextStream
+
+Origin = Literal["prefill", "accepted", "bonus"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(Settings):
+    """How one answer is drawn and where it stops.
+
+    The order of the filters is temperature, min_p, top_k, top_p. An answer ends at a stop token (`stop_token_ids`, and
+    the model's own unless `ignore_eos`), before a stop string, or at `max_tokens`.
+    """
+
+    max_tokens: int = Field(256, ge=1)
+    temperature: float = Field(0.0, ge=0, allow_inf_nan=False)  # 0 = greedy
+    top_k: int = Field(0, ge=0)  # 0 = off
+    top_p: float = Field(1.0, gt=0, le=1)  # 1 = off
+    min_p: float = Field(0.0, ge=0, le=1)  # 0 = off
+    seed: int | None = None  # None = a new one for each request
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    ignore_eos: bool = False
+    speculate: bool = True  # False: plain decoding for this request
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_stop_string(cls, data: object) -> object:
+        """Accept a single string for `stop`."""
+        if isinstance(data, dict) and isinstance(data.get("stop"), str):
+            return {**data, "stop": (data["stop"],)}
+        return data
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished answer. Text ends before the stop string; the tokens include the one that completed it."""
+
+    request_id: str
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    origins: list[Origin]  # one a token
+    rounds: int  # speculative rounds
+    drafted: int  # drafts verified in them
+    accepted_by_position: list[int]  # [i]: rounds whose draft i was put out
+
+    @property
+    def tau(self) -> float | None:
+        """Accepted length: tokens per speculative round, the bonus counted; None without such a round."""
+        spoken = sum(origin != "prefill" for origin in self.origins)
+        return spoken / self.rounds if self.rounds else None
+
+
+@dataclass
+class Request:
+    """A live request. `token_ids` is the answer so far; its last one is the anchor, which has no KV yet.
+
+    Invariant between steps, while running: seq_len == len(prompt_ids) + len(token_ids) - 1.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    limit: int  # tokens of prompt and answer together, at most
+    stop_token_ids: frozenset[int]
+    stream: TextStream
+    speculates: bool
+    token_ids: list[int] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)
+    seq_len: int = 0  # tokens with valid KV in both caches
+    finish_reason: FinishReason | None = None
+    rounds: int = 0
+    drafted: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+
+    @property
+    def known_ids(self) -> list[int]:
+        """Tokens that a prefill must run: the prompt, and after a preemption the answer up to the anchor."""
+        return self.prompt_ids + self.token_ids[:-1]
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens that may still be put out."""
+        return min(self.params.max_tokens, self.limit - len(self.prompt_ids)) - len(self.token_ids)
+
+    @property
+    def max_positions(self) -> int:
+        """Positions the longest possible answer fills."""
+        return min(len(self.prompt_ids) + self.params.max_tokens, self.limit)
+
+    def extend(self, token_ids: list[int], origins: list[Origin]) -> tuple[int, str]:
+        """Put out the tokens up to the first stop, and set `finish_reason` there.
+
+        Returns how many tokens were taken and the text that is new.
+        """
+        taken = token_ids[: self.num_tokens_left]
+        if not self.stop_token_ids.isdisjoint(taken):
+            taken = taken[: 1 + next(i for i, t in enumerate(taken) if t in self.stop_token_ids)]
+        count, text = self.stream.push(taken)
+        self.token_ids += taken[:count]
+        self.origins += origins[:count]
+        if self.stream.stopped or (count and self.token_ids[-1] in self.stop_token_ids):
+            self.finish_reason = "stop"
+        elif self.num_tokens_left == 0:
+            self.finish_reason = "length"
+        if self.finish_reason:
+            text += self.stream.finish()
+        return count, text
+
+    def record_round(self, num_drafts: int, num_accepted: int) -> None:
+        """Count one speculative round that verified `num_drafts` drafts and put out `num_accepted` of them."""
+        self.rounds += 1
+        self.drafted += num_drafts
+        count_accepted(self.accepted_by_position, num_drafts, num_accepted)
+
+    def completion(self) -> Completion:
+        """The finished answer."""
+        assert self.finish_reason is not None
+        return Completion(
+            self.request_id,
+            self.prompt_ids,
+            self.token_ids,
+            self.stream.text,
+            self.finish_reason,
+            self.origins,
+            self.rounds,
+            self.drafted,
+            self.accepted_by_position,
+        )

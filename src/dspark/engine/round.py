@@ -1,0 +1,155 @@
+"""The one loop of serving: prefill once, then rounds of draft, plan, verify, accept, commit.
+
+Plain decoding is the same round with no drafts. Between rounds a request carries its anchor (put out, but without KV)
+and `seq_len`: both caches are valid for exactly [0, seq_len), and everything beyond is provisional.
+
+Shapes: B requests, G drafts, T = G + 1 verify rows, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dspark.engine.request import Origin, Request
+from dspark.engine.runner import Forward, Runner, Window, window_of
+from dspark.engine.stats import AcceptanceWatch, EngineStats
+from dspark.spec.accept import accept
+from dspark.spec.planner import static_plan
+from dspark.spec.types import Acceptance, DraftBlock, VerifyPlan
+
+
+class Emission(NamedTuple):
+    """What one request puts out in one step."""
+
+    request: Request
+    token_ids: list[int]
+    text: str
+    origins: list[Origin]
+
+
+class Round:
+    """The verbs of a round over one runner. Requests that finish are marked, not removed: the engine does that."""
+
+    def __init__(self, runner: Runner, stats: EngineStats, watch: AcceptanceWatch) -> None:
+        self.runner = runner
+        self.stats = stats
+        self.watch = watch
+
+    def decode(self, requests: list[Request]) -> list[Emission]:
+        """One round for requests that all speculate, or that all do not."""
+        speculative = requests[0].speculates
+        with self.stats.phase("draft"):
+            window = window_of(requests, self.runner.device)
+            block = self.propose(window, speculative)
+        with self.stats.phase("plan"):
+            plan = self.plan(window, block)
+        with self.stats.phase("verify"):
+            forward, logits = self.verify(window, block, plan, speculative)
+        with self.stats.phase("accept"):
+            acceptance = accept(block, logits, plan, window.rows, window.positions)
+        with self.stats.phase("commit"):
+            emissions = self.commit(forward, requests, outputs(block, acceptance))
+            self._record(emissions, plan, speculative)
+        return emissions
+
+    def prefill(self, requests: list[Request]) -> list[Emission]:
+        """Run whole prompts; the first token becomes the anchor. A preempted request gets its KV back and no token."""
+        with self.stats.phase("prefill"):
+            window = window_of(requests, self.runner.device)
+            forward, logits = self._run_prompts(window)
+            positions = torch.tensor([len(r.known_ids) - 1 for r in requests], device=self.runner.device)
+            block = DraftBlock.empty(len(requests), self.runner.device)
+            acceptance = accept(block, logits, VerifyPlan(torch.ones_like(positions)), window.rows, positions)
+            tokens = outputs(block, acceptance)
+            resumed = [bool(request.token_ids) for request in requests]
+            tokens = [[] if again else new for new, again in zip(tokens, resumed, strict=True)]
+            return self.commit(forward, requests, tokens, prefill=True)
+
+    def propose(self, window: Window, speculative: bool) -> DraftBlock:
+        """One block of drafts per request, or none at all."""
+        if speculative:
+            return self.runner.draft(window)
+        return DraftBlock.empty(len(window.requests), self.runner.device)
+
+    def plan(self, window: Window, block: DraftBlock) -> VerifyPlan:
+        """Verify lengths: full width, cut where a request wants or may hold fewer tokens."""
+        wanted = [request.num_tokens_left for request in window.requests]
+        room = [request.limit - request.seq_len for request in window.requests]
+        device = self.runner.device
+        return static_plan(
+            len(wanted), block.num_drafts, torch.tensor(wanted, device=device), torch.tensor(room, device=device)
+        )
+
+    def verify(self, window: Window, block: DraftBlock, plan: VerifyPlan, capture: bool) -> tuple[Forward, Tensor]:
+        """Run anchor and drafts through the target, causal; row i judges draft i + 1 (from 1). Logits are [B, T, V].
+
+        Rows that the plan cuts do not run: their logits are zero.
+        """
+        lens = plan.verify_lens.tolist()
+        width = max(lens)
+        token_ids = torch.cat((window.anchors[:, None], block.tokens[:, : width - 1]), dim=1)
+        forward = self.runner.forward(window, token_ids, lens, capture)
+        if min(lens) == block.num_drafts + 1:
+            return forward, self.runner.logits(forward.hidden)
+        ran = torch.arange(block.num_drafts + 1, device=self.runner.device) < plan.verify_lens[:, None]  # [B, T]
+        judged = self.runner.logits(forward.hidden[ran[:, :width]])
+        logits = judged.new_zeros(*ran.shape, judged.shape[-1])
+        logits[ran] = judged
+        return forward, logits
+
+    def commit(
+        self, forward: Forward, requests: list[Request], tokens: list[list[int]], prefill: bool = False
+    ) -> list[Emission]:
+        """Put tokens out up to the first stop, then advance by just those: KV length, counters, the drafter's context.
+
+        The input rows that become history are the known ones (the prompt, or the anchor) and the accepted drafts; the
+        last token put out has no KV yet and is the next anchor.
+        """
+        emissions, num_rows = [], []
+        for request, new in zip(requests, tokens, strict=True):
+            known = len(request.known_ids) if prefill else 1
+            failed = bool(new) and new[-1] < 0
+            origins: list[Origin] = [*["accepted"] * (len(new) - 1), "prefill" if prefill else "bonus"]  # type: ignore[list-item]
+            count, text = request.extend(new[:-1] if failed else new, origins)
+            if failed and request.finish_reason is None:
+                request.finish_reason = "error"
+                text += request.stream.finish()
+            num_rows.append(known + max(count - 1, 0))
+            request.seq_len += num_rows[-1]
+            emissions.append(Emission(request, new[:count], text, origins[:count]))
+        if forward.features.shape[2]:
+            self.runner.inject(forward, num_rows)
+        return emissions
+
+    def _run_prompts(self, window: Window) -> tuple[Forward, Tensor]:
+        """The target over whole prompts, padded on the right; logits [B, 1, V] of each last row."""
+        prompts = [request.known_ids for request in window.requests]
+        lens = [len(ids) for ids in prompts]
+        self.stats.prompt_tokens += sum(lens)
+        width = max(lens)
+        token_ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in prompts], device=self.runner.device)
+        capture = any(request.speculates for request in window.requests)
+        forward = self.runner.forward(window, token_ids, lens, capture)
+        last = forward.hidden[torch.arange(len(lens)), torch.tensor(lens) - 1]
+        return forward, self.runner.logits(last)[:, None]
+
+    def _record(self, emissions: list[Emission], plan: VerifyPlan, speculative: bool) -> None:
+        """Count the round for the engine and for each request."""
+        self.stats.steps += 1
+        if not speculative:
+            return
+        judged = committed = 0
+        for (request, token_ids, _, _), verify_len in zip(emissions, plan.verify_lens.tolist(), strict=True):
+            request.record_round(verify_len - 1, max(len(token_ids) - 1, 0))
+            self.stats.record_round(verify_len - 1, len(token_ids))
+            if verify_len > 1:
+                judged += 1
+                committed += len(token_ids)
+        self.watch.record(judged, committed)
+
+
+def outputs(block: DraftBlock, acceptance: Acceptance) -> list[list[int]]:
+    """The round's tokens of each request: its accepted drafts, then the bonus (-1 where the request can not go on)."""
+    drafts, correct, bonus = block.tokens.tolist(), acceptance.correct_len.tolist(), acceptance.bonus.tolist()
+    return [[*row[:count], last] for row, count, last in zip(drafts, correct, bonus, strict=True)]

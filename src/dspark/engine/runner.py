@@ -1,0 +1,110 @@
+"""The two networks and their caches: one forward of the target, one draft of the drafter, one injection.
+
+Shapes: B requests, T rows a request, H hidden, m tapped layers, V vocabulary, G drafts a round.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dspark.drafters.dspark import Drafter
+from dspark.engine.config import EngineSettings
+from dspark.engine.request import Request
+from dspark.models.attention import AttentionBatch
+from dspark.models.decoder import Decoder
+from dspark.spec.types import DraftBlock, SamplingRows
+
+
+class Window(NamedTuple):
+    """The requests of one round, and where each of them stands."""
+
+    requests: list[Request]
+    starts: list[int]  # seq_len of each: the position of its first row
+    positions: Tensor  # i64 [B], the same
+    anchors: Tensor  # i64 [B]
+    rows: SamplingRows
+
+    @property
+    def block_tables(self) -> list[list[int]]:
+        """One table a request."""
+        return [request.block_table for request in self.requests]
+
+
+class Forward(NamedTuple):
+    """What the target made of the rows it ran."""
+
+    batch: AttentionBatch
+    hidden: Tensor  # [B, T, H], before the final norm
+    features: Tensor  # [B, T, m, H]; m = 0 when nothing was captured
+
+
+class Runner:
+    """Runs target and drafter over the same block tables. All rows are provisional until committed and injected."""
+
+    def __init__(self, decoder: Decoder, drafter: Drafter | None, settings: EngineSettings, num_blocks: int) -> None:
+        self.decoder = decoder
+        self.drafter = drafter
+        self.block_size = settings.block_size
+        self.device = decoder.embed_tokens.weight.device
+        self.cache = decoder.new_cache(num_blocks, settings.block_size)
+        self.num_drafts = 0
+        if drafter is not None:
+            self.draft_cache = drafter.new_cache(num_blocks, settings.block_size)
+            self.num_drafts = min(drafter.config.num_drafts, settings.num_draft_tokens or drafter.config.num_drafts)
+
+    def forward(self, window: Window, token_ids: Tensor, query_lens: list[int], capture: bool) -> Forward:
+        """Run token_ids [B, T] from each request's start on, causal; rows t >= query_lens[b] are padding."""
+        positions = window.positions[:, None] + torch.arange(token_ids.shape[1], device=self.device)
+        batch = AttentionBatch.build(positions, query_lens, window.block_tables, self.block_size)
+        taps = self.drafter.config.target_layer_ids if capture and self.drafter is not None else ()
+        output = self.decoder(token_ids, batch, self.cache, taps)
+        return Forward(batch, output.hidden, output.taps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [..., V]."""
+        return self.decoder.logits(hidden)
+
+    def draft(self, window: Window) -> DraftBlock:
+        """One block of drafts per request."""
+        assert self.drafter is not None
+        batch = self.drafter.draft_batch(window.starts, window.block_tables, self.block_size)
+        block = self.drafter.propose(window.anchors, batch, self.draft_cache, window.rows, window.positions)
+        if block.num_drafts > self.num_drafts:
+            confidence = None if block.confidence is None else block.confidence[:, : self.num_drafts]
+            block = DraftBlock(
+                block.tokens[:, : self.num_drafts], block.probs[:, : self.num_drafts], block.token_ids, confidence
+            )
+        return block
+
+    def inject(self, forward: Forward, num_rows: list[int]) -> None:
+        """Give the drafter the features of the first num_rows[b] rows of each request."""
+        assert self.drafter is not None
+        lens = torch.tensor(num_rows, device=self.device)
+        keep = torch.arange(forward.features.shape[1], device=self.device) < lens[:, None]  # [B, T]
+        batch = forward.batch
+        self.drafter.inject(forward.features[keep], batch.positions[keep], batch.slots[keep], self.draft_cache)
+
+
+def num_window_positions(drafter: Drafter | None) -> int:
+    """Positions from seq_len on that one round may write, in either cache: the block's rows and the verify rows."""
+    return 1 if drafter is None else max(drafter.config.num_drafts + 1, drafter.config.query_rows)
+
+
+def window_of(requests: list[Request], device: torch.device) -> Window:
+    """Gather what a batch carries from round to round."""
+    starts = [request.seq_len for request in requests]
+    anchors = [request.token_ids[-1] if request.token_ids else 0 for request in requests]
+    params = [request.params for request in requests]
+
+    def column(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    rows = SamplingRows(
+        temperature=column([p.temperature for p in params], torch.float32),
+        top_k=column([p.top_k for p in params], torch.long),
+        top_p=column([p.top_p for p in params], torch.float32),
+        min_p=column([p.min_p for p in params], torch.float32),
+        seed=column([request.seed for request in requests], torch.long),
+    )
+    return Window(requests, starts, column(starts, torch.long), column(anchors, torch.long), rows)
