@@ -7,7 +7,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+# Compiling every module at once takes longer than the rest: Python compiles what is imported, when it is.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile -c constraints.txt
 PROJECT := pyproject.toml constraints.txt
 
 .PHONY: demo test venv format clean

@@ -41,7 +41,8 @@ def main() -> int:
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
         subprocess.run([*pip, str(wheel)], check=True)
         subprocess.run([python, "-I", "-c", PROBE], check=True, cwd=name)
-        subprocess.run([python, "-I", python.with_name("dspark"), "--help"], check=True, cwd=name, stdout=subprocess.DEVNULL)
+        command = [python, "-I", python.with_name("dspark"), "--help"]
+        subprocess.run(command, check=True, cwd=name, stdout=subprocess.DEVNULL)
         print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
     return 0
 
