@@ -1,0 +1,140 @@
+"""Attention over the paged KV cache, in plain PyTorch.
+
+Shapes: B requests, T rows a request in this forward, S keys of the longest context, Hq query heads,
+Hkv key/value heads, D head dimension.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dspark.models.kv_cache import PagedKVCache
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Where the rows of one forward stand, where their keys are stored, and which keys each row sees.
+
+    Shared by all layers: masks are made at first use and kept.
+    """
+
+    positions: Tensor  # i64 [B, T], 0 in padding rows
+    slots: Tensor  # i64 [B, T], where each row's key and value go; 0 in padding rows
+    visible_end: Tensor  # i64 [B, T]: the row sees the keys at positions < visible_end
+    num_keys: int  # S
+    contiguous: tuple[int, int] | None  # (first slot, S): all keys lie in one run, read as a view
+    kv_slots: Tensor | None  # i64 [B * S], the slots of positions 0..S-1 otherwise
+    real_rows: Tensor | None  # i64 [N], flat indices into [B * T] of the rows that are not padding; None = all
+    causal_from_zero: bool  # each request starts at position 0 and is causal, so T == S and no mask tensor is needed
+    _biases: dict[tuple[int | None, torch.dtype], Tensor | None] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def build(
+        cls,
+        positions: Tensor,
+        query_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        block_size: int,
+        visible_end: Tensor | None = None,
+    ) -> Self:
+        """Lay out a forward of B requests.
+
+        positions: i64 [B, T]; request b has `query_lens[b]` real rows (at least 1), the rest is padding whose output
+        is arbitrary and whose keys are not stored. `block_tables[b]` lists the request's pages and must reach every
+        visible key. `visible_end` i64 [B, T] defaults to `positions + 1` (causal).
+        """
+        B, T = positions.shape
+        device = positions.device
+        causal = visible_end is None
+        visible_end = positions + 1 if visible_end is None else visible_end
+        real = None
+        if min(query_lens) < T:
+            real = torch.arange(T, device=device) < torch.tensor(query_lens, device=device)[:, None]  # [B, T]
+            positions = torch.where(real, positions, 0)
+            visible_end = torch.where(real, visible_end, 1)
+        ends = visible_end.amax(dim=1)  # [B]
+        num_keys = int(ends.max())
+        num_pages = -(-num_keys // block_size)
+        assert all(len(t) * block_size >= end for t, end in zip(block_tables, ends.tolist(), strict=True))
+
+        pages = [list(table[:num_pages]) + [0] * (num_pages - len(table)) for table in block_tables]
+        first_slots = torch.tensor(pages, device=device) * block_size  # [B, num_pages]
+        slots = first_slots.gather(1, positions // block_size) + positions % block_size
+        if real is not None:
+            slots = torch.where(real, slots, 0)
+        contiguous, kv_slots = None, None
+        if B == 1 and pages[0] == list(range(pages[0][0], pages[0][0] + num_pages)):
+            contiguous = (pages[0][0] * block_size, num_keys)
+        else:
+            key = torch.arange(num_keys, device=device)
+            kv_slots = first_slots[:, key // block_size] + key % block_size  # [B, S]
+            kv_slots = torch.where(key < ends[:, None], kv_slots, 0).flatten()
+        return cls(
+            positions=positions,
+            slots=slots,
+            visible_end=visible_end,
+            num_keys=num_keys,
+            contiguous=contiguous,
+            kv_slots=kv_slots,
+            real_rows=None if real is None else real.flatten().nonzero().squeeze(1),
+            causal_from_zero=causal and num_keys == T and not bool(positions[:, 0].any()),
+        )
+
+    def write(self, cache: PagedKVCache, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the rows' keys and values k, v [B, T, Hkv, D], padding left out."""
+        k, v, slots = k.flatten(0, 1), v.flatten(0, 1), self.slots.flatten()
+        if self.real_rows is not None:
+            k, v, slots = k[self.real_rows], v[self.real_rows], slots[self.real_rows]
+        cache.write(layer, slots, k, v)
+
+    def read(self, cache: PagedKVCache, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a layer at positions 0..S-1, each [B, S, Hkv, D]."""
+        k, v = cache.layers[layer]
+        if self.contiguous is not None:
+            start, length = self.contiguous
+            return k[start : start + length].unsqueeze(0), v[start : start + length].unsqueeze(0)
+        assert self.kv_slots is not None
+        shape = (self.positions.shape[0], self.num_keys, *k.shape[1:])
+        return k.index_select(0, self.kv_slots).view(shape), v.index_select(0, self.kv_slots).view(shape)
+
+    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Return what is added to the scores, [B, 1, T, S] of 0 and -inf, or None when every row sees every key.
+
+        With a window w a row at position p sees the keys at positions > p - w only.
+        """
+        if (window, dtype) not in self._biases:
+            key = torch.arange(self.num_keys, device=self.positions.device)
+            seen = key < self.visible_end[..., None]  # [B, T, S]
+            if window is not None:
+                seen &= key > self.positions[..., None] - window
+            bias = None
+            if not bool(seen.all()):
+                bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+                bias = bias.masked_fill_(~seen, float("-inf")).unsqueeze(1)
+            self._biases[window, dtype] = bias
+        return self._biases[window, dtype]
+
+
+def paged_attention(
+    q: Tensor, layer: int, cache: PagedKVCache, batch: AttentionBatch, window: int | None = None
+) -> Tensor:
+    """Attend from q [B, T, Hq, D] to the keys stored in the cache; returns [B, T, Hq, D].
+
+    The rows' own keys must have been written. Query head h reads key/value head h // (Hq / Hkv).
+    """
+    B, T, Hq, D = q.shape
+    k, v = batch.read(cache, layer)
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, S, D]
+    if T == 1:  # query heads that share a key/value head become rows: no repeated keys, nothing is moved
+        grouped = q.view(B, k.shape[1], -1, D)
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=batch.bias(window, q.dtype)).view(B, 1, Hq, D)
+    causal = batch.causal_from_zero and (window is None or window >= batch.num_keys)
+    bias = None if causal else batch.bias(window, q.dtype)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k, v, attn_mask=bias, is_causal=causal, enable_gqa=Hq != k.shape[1]
+    )
+    return out.transpose(1, 2)

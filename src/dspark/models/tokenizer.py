@@ -1,0 +1,34 @@
+"""The target's tokenizer: loaded fast, from a directory that holds it."""
+
+import hashlib
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from dspark.errors import CheckpointError
+
+Tokenizer = PreTrainedTokenizerFast
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load the tokenizer of a Hugging Face directory. Raises `CheckpointError` when it is missing or damaged."""
+    path = Path(path)
+    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        raise CheckpointError(f"{path}: holds no tokenizer (tokenizer.json)")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: the tokenizer cannot be read ({error})") from None
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise CheckpointError(f"{path}: tokenizer.json is missing; only fast tokenizers are supported")
+    return tokenizer
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """Return 16 hex digits that identify how text becomes ids."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
+
+
+def chat_template_digest(tokenizer: Tokenizer) -> str:
+    """Return 16 hex digits that identify the chat template; of the empty text when there is none."""
+    return hashlib.sha256(str(tokenizer.chat_template or "").encode()).hexdigest()[:16]

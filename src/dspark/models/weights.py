@@ -1,0 +1,198 @@
+"""Model files: Hugging Face directories of safetensors and GGUF files, read strictly; directories written whole."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dspark.errors import CheckpointError
+from dspark.files import atomic_path
+from dspark.models.config import DecoderConfig
+from dspark.models.decoder import Decoder
+from dspark.models.families import config_from_hf, config_to_hf, token_ids
+from dspark.models.gguf import GgufFile
+from dspark.models.tokenizer import Tokenizer
+
+INDEX_NAME = "model.safetensors.index.json"
+WEIGHTS_NAME = "model.safetensors"
+_SAMPLES = 64  # values of each tensor that enter the digest
+
+
+class TensorSource(Protocol):
+    """Named tensors, read one at a time. Names are Hugging Face's, without the leading `model.`."""
+
+    where: str
+
+    def names(self) -> set[str]: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class SafetensorsFiles:
+    """The safetensors of a directory: one file, or several that an index lists. Tensors are memory-mapped."""
+
+    def __init__(self, directory: Path) -> None:
+        self.where = str(directory)
+        self._tensors: dict[str, tuple[Any, str]] = {}  # our name -> (open file, its name there)
+        for path in _weight_files(directory):
+            try:
+                file = safe_open(path, framework="pt")
+            except FileNotFoundError:
+                raise CheckpointError(f"{path}: missing; download the model again") from None
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: damaged or truncated ({error}); download it again") from None
+            for name in file.keys():  # type: ignore[no-untyped-call] # noqa: SIM118
+                self._tensors[name.removeprefix("model.")] = (file, name)
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def read(self, name: str) -> Tensor:
+        file, stored_name = self._tensors[name]
+        tensor: Tensor = file.get_tensor(stored_name)
+        return tensor
+
+
+def load_decoder(path: str | Path, dtype: torch.dtype | None = None) -> Decoder:
+    """Load a decoder from a Hugging Face directory or a GGUF file, frozen and ready for inference.
+
+    `dtype` converts the weights; None keeps the stored one (a GGUF file is dequantised to bfloat16).
+    Raises `CheckpointError` naming the file, field or tensor at fault.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        file = GgufFile(path)
+        return build_decoder(config_from_hf(file.hf_config(), str(path)), file, dtype or torch.bfloat16)
+    hf = read_hf_config(path)
+    return build_decoder(config_from_hf(hf, str(path / "config.json")), SafetensorsFiles(path), dtype or _dtype(hf))
+
+
+def build_decoder(config: DecoderConfig, source: TensorSource, dtype: torch.dtype) -> Decoder:
+    """Fill a decoder from `source`: every tensor must be there with its shape, and none may be left over."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    shapes = {name: parameter.shape for name, parameter in decoder.named_parameters()}  # a tied head is not repeated
+    expected = {part for name in shapes for part in stored_parts(name)}
+    names = source.names()
+    if missing := sorted(expected - names):
+        raise CheckpointError(f"{source.where}: missing {_named(missing)}; the files do not fit their config")
+    optional = {"lm_head.weight"} | {name for name in names if name.endswith("rotary_emb.inv_freq")}
+    if left_over := sorted(names - expected - optional):
+        raise CheckpointError(f"{source.where}: unexpected {_named(left_over)}; the files do not fit their config")
+    state = {name: _read(source, name, shape, config).to(dtype) for name, shape in shapes.items()}
+    decoder.load_state_dict(state, strict=False, assign=True)
+    if config.tie_word_embeddings:
+        decoder.lm_head.weight = decoder.embed_tokens.weight
+    return decoder.requires_grad_(False).eval()
+
+
+def save_decoder(decoder: Decoder, tokenizer: Tokenizer | None, path: str | Path) -> None:
+    """Write a decoder (not packed) as a Hugging Face directory, with its tokenizer; replaces `path` in one step."""
+    tensors = {}
+    for name, parameter in decoder.named_parameters():
+        sizes = part_sizes(name, decoder.config)
+        for part, value in zip(stored_parts(name), torch.split(parameter, sizes or parameter.shape[0]), strict=True):
+            tensors[part if part == "lm_head.weight" else f"model.{part}"] = value.detach().contiguous()
+    hf = config_to_hf(decoder.config, str(decoder.dtype).removeprefix("torch."))
+    with atomic_path(path) as directory:
+        directory.mkdir(parents=True)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(directory))
+        (directory / "config.json").write_text(json.dumps(hf, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, directory / WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+def weights_digest(decoder: Decoder) -> str:
+    """Return 16 hex digits that identify a model by its config and a sample of every tensor, rounded to bfloat16.
+
+    The same for all file layouts and dtypes of one model, and cheap for large ones. Take it before packing.
+    """
+    digest = hashlib.sha256(decoder.config.digest().encode())
+    for name, parameter in decoder.named_parameters():
+        flat = parameter.detach().flatten()
+        index = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64).long()
+        sample = flat[index.to(flat.device)].to(torch.bfloat16).cpu().view(torch.int16)
+        digest.update(name.encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def read_hf_config(directory: Path) -> dict[str, Any]:
+    """Return config.json, with the eos ids of generation_config.json joined in. Raises `CheckpointError`."""
+    hf = read_json(directory / "config.json")
+    generation = directory / "generation_config.json"
+    if generation.exists():
+        eos = {*token_ids(hf.get("eos_token_id")), *token_ids(read_json(generation).get("eos_token_id"))}
+        hf["eos_token_id"] = sorted(eos)
+    return hf
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises `CheckpointError` naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing; a model directory needs it") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error}); download it again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def stored_parts(name: str) -> tuple[str, ...]:
+    """Return the checkpoint tensors that make up a parameter: our fused projections are stored apart."""
+    for fused, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
+        if f".{fused}." in name:
+            return tuple(name.replace(fused, part) for part in parts)
+    return (name,)
+
+
+def part_sizes(name: str, config: DecoderConfig) -> list[int]:
+    """Return the rows that each stored part of a fused parameter gives, in order; empty when it is stored whole."""
+    if ".qkv_proj." in name:
+        kv = config.num_key_value_heads * config.head_dim
+        return [config.num_attention_heads * config.head_dim, kv, kv]
+    if ".gate_up_proj." in name:
+        return [config.intermediate_size] * 2
+    return []
+
+
+def _read(source: TensorSource, name: str, shape: torch.Size, config: DecoderConfig) -> Tensor:
+    parts = stored_parts(name)
+    sizes = part_sizes(name, config) or [shape[0]]
+    tensors = []
+    for part, size in zip(parts, sizes, strict=True):
+        tensor, expected = source.read(part), (size, *shape[1:])
+        if tuple(tensor.shape) != expected:
+            raise CheckpointError(f"{source.where}: {part} has shape {tuple(tensor.shape)}, the config asks {expected}")
+        tensors.append(tensor)
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (directory / INDEX_NAME).exists():
+        weight_map = read_json(directory / INDEX_NAME).get("weight_map")
+        if not isinstance(weight_map, Mapping) or not weight_map:
+            raise CheckpointError(f"{directory / INDEX_NAME}: weight_map missing; download it again")
+        return sorted({directory / str(file) for file in weight_map.values()})
+    if not (directory / WEIGHTS_NAME).exists():
+        raise CheckpointError(f"{directory}: holds neither {WEIGHTS_NAME} nor {INDEX_NAME}; only safetensors are read")
+    return [directory / WEIGHTS_NAME]
+
+
+def _dtype(hf: Mapping[str, Any]) -> torch.dtype:
+    name = hf.get("dtype") or hf.get("torch_dtype")
+    return {"bfloat16": torch.bfloat16, "float16": torch.bfloat16}.get(str(name), torch.float32)
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
