@@ -24,8 +24,8 @@ class SamplingRows(NamedTuple):
         """Which requests take the argmax."""
         return self.temperature == 0
 
-    def select(self, requests: Int64[Tensor, " b"]) -> Self:
-        """The parameters of some of the requests, in the order of `requests`."""
+    def select(self, requests: Int64[Tensor, " b"] | Bool[Tensor, " B"]) -> Self:
+        """The parameters of some of the requests, by index or by mask."""
         return type(self)(*(field[requests] for field in self))
 
 
