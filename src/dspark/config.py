@@ -51,8 +51,13 @@ class Settings(BaseModel):
 
     def digest(self) -> str:
         """Return 16 hex digits that identify the values: the start of the SHA-256 of their canonical JSON."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":"), default=_plain)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def _plain(value: object) -> object:
+    """Stand in for a value that JSON lacks; a set has no order of its own, so it gets one."""
+    return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)
 
 
 def _describe(cls: type[BaseModel], error: ValidationError) -> str:
