@@ -1,0 +1,132 @@
+"""Random access to the samples of a target cache, memory-mapped."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dspark.cache.format import (
+    HAS_LOG_NORMALIZER,
+    INDEX_NAME,
+    OFFSETS,
+    Manifest,
+    Sample,
+    crc32c,
+    log_normalizer_start,
+    sample_end,
+)
+from dspark.errors import CacheError
+
+Bytes = NDArray[np.uint8]
+
+
+class CacheReader:
+    """The samples of a finished cache, in the order of their ids.
+
+    Reading copies nothing: the tensors are views of the files, and writing to them changes this process's copy only.
+    With `verify`, the checksum of a sample is compared when it is read for the first time (version 3).
+    Raises `CacheError` when files are missing or disagree, and for a truncated or damaged sample naming it and its shard.
+    """
+
+    def __init__(self, path: str | Path, verify: bool = True) -> None:
+        self.path = Path(path)
+        self.manifest = Manifest.read(self.path)
+        self._records = _read_index(self.path, self.manifest)
+        self._shards = ShardFiles(self.path, self.manifest.hidden_size, len(self.manifest.target_layer_ids))
+        self._names = [shard.file_name for shard in self.manifest.shards]
+        self._verify = verify and self.manifest.version == 3
+        self._verified = bytearray(len(self._records))
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Sample:
+        record = self._records[index]  # IndexError beyond the end
+        verify = self._verify and not self._verified[index]
+        sample = self._shards.read(self._names[record["shard_id"]], record, verify)
+        self._verified[index] = True
+        return sample
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Workers of a data loader open the files again instead of copying them."""
+        return CacheReader, (self.path, self._verify)
+
+    @property
+    def seq_lens(self) -> NDArray[np.uint32]:
+        """Tokens of each sample, without reading the shards."""
+        lengths: NDArray[np.uint32] = self._records["seq_len"]
+        return lengths
+
+
+class ShardFiles:
+    """Shards of one cache directory, each mapped at its first use."""
+
+    def __init__(self, path: Path, hidden_size: int, num_layers: int) -> None:
+        self._path = path
+        self._hidden_size = hidden_size
+        self._num_layers = num_layers
+        self._maps: dict[str, Bytes] = {}
+
+    def read(self, name: str, record: np.void, verify: bool) -> Sample:
+        """Return the sample that `record` locates in the shard `name`."""
+        where = f"{self._path / name}: sample {record['sample_id']}"
+        seq_len, H = int(record["seq_len"]), self._hidden_size
+        starts = [int(record[field]) for field in OFFSETS]
+        end = sample_end(record, H)
+        data = self._map(name, end)
+        if len(data) < end:
+            raise CacheError(f"{where} is truncated ({len(data)} bytes, needs {end}): build the cache again")
+        if verify and crc32c(data[starts[0] : end]) != record["crc32c"]:
+            raise CacheError(f"{where} is damaged (its checksum differs): build the cache again")
+        normalizer = None
+        if "flags" in (record.dtype.names or ()) and record["flags"] & HAS_LOG_NORMALIZER:
+            start = log_normalizer_start(starts[4], seq_len, H)
+            normalizer = _view(data, start, seq_len, torch.float32)
+        return Sample(
+            sample_id=int(record["sample_id"]),
+            token_ids=_view(data, starts[0], seq_len, torch.int32),
+            attention_mask=_view(data, starts[1], seq_len, torch.uint8),
+            loss_mask=_view(data, starts[2], seq_len, torch.uint8),
+            features=_view(data, starts[3], seq_len * self._num_layers * H, torch.bfloat16).view(seq_len, -1, H),
+            last_hidden=_view(data, starts[4], seq_len * H, torch.bfloat16).view(seq_len, H),
+            log_normalizer=normalizer,
+        )
+
+    def _map(self, name: str, size: int) -> Bytes:
+        """The bytes of a shard, mapped again when it has grown to hold `size` of them since."""
+        data = self._maps.get(name)
+        if data is None or len(data) < size:
+            try:
+                data = np.memmap(self._path / name, dtype=np.uint8, mode="c")
+            except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+                raise CacheError(f"{self._path / name}: cannot be read ({error})") from None
+            self._maps[name] = data
+        return data
+
+
+def _read_index(path: Path, manifest: Manifest) -> NDArray[np.void]:
+    file = path / INDEX_NAME
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        raise CacheError(f"{file}: cannot be read ({error.strerror}): build the cache again") from None
+    if len(raw) != manifest.num_samples * manifest.record.itemsize:
+        raise CacheError(
+            f"{file}: holds {len(raw)} bytes, and {manifest.num_samples} samples of the manifest need "
+            f"{manifest.num_samples * manifest.record.itemsize}: build the cache again"
+        )
+    records: NDArray[np.void] = np.frombuffer(raw, dtype=manifest.record)
+    if len(records) and records["shard_id"].max() >= manifest.num_shards:
+        raise CacheError(f"{file}: names a shard beyond the manifest's {manifest.num_shards}: build the cache again")
+    return records
+
+
+def _view(data: Bytes, start: int, count: int, dtype: torch.dtype) -> Tensor:
+    """`count` values of `dtype` at byte `start`, without a copy where the address allows it."""
+    part = data[start : start + count * dtype.itemsize]
+    if part.ctypes.data % dtype.itemsize:  # public caches pack arrays without gaps
+        part = part.copy()
+    return torch.from_numpy(part).view(dtype)
