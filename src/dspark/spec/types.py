@@ -3,7 +3,7 @@
 Shape legend: B requests, G drafts per round, T = G + 1 verify rows (the anchor row counted), Vd draft vocabulary.
 """
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float32, Int64
@@ -24,9 +24,9 @@ class SamplingRows(NamedTuple):
         """Which requests take the argmax."""
         return self.temperature == 0
 
-    def select(self, requests: Int64[Tensor, " b"] | Bool[Tensor, " B"]) -> Self:
+    def select(self, requests: Int64[Tensor, " b"] | Bool[Tensor, " B"]) -> "SamplingRows":
         """The parameters of some of the requests, by index or by mask."""
-        return type(self)(*(field[requests] for field in self))
+        return SamplingRows(*(field[requests] for field in self))
 
 
 class DraftBlock(NamedTuple):
@@ -48,7 +48,7 @@ class DraftBlock(NamedTuple):
         return self.tokens.shape[1]
 
     @classmethod
-    def empty(cls, batch_size: int, device: torch.device | str = "cpu") -> Self:
+    def empty(cls, batch_size: int, device: torch.device | str = "cpu") -> "DraftBlock":
         """A block without drafts: plain decoding, one token a round."""
         tokens = torch.empty(batch_size, 0, dtype=torch.long, device=device)
         return cls(tokens, torch.empty(batch_size, 0, 0, device=device))
