@@ -36,13 +36,7 @@ class Settings(BaseModel):
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:
         """Read settings from a TOML file. Raises `ConfigError` naming the file and the field or line at fault."""
-        try:
-            data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-        except ValueError as error:  # both malformed TOML and bytes that are not UTF-8
-            raise ConfigError(f"{path}: not valid TOML: {error}") from None
-        return cls.from_dict(data, where=str(path))
+        return cls.from_dict(read_toml(path), where=str(path))
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields changed, checked like new ones. Raises `ConfigError`."""
@@ -53,6 +47,16 @@ class Settings(BaseModel):
         """Return 16 hex digits that identify the values: the start of the SHA-256 of their canonical JSON."""
         canonical = json.dumps(self.model_dump(), sort_keys=True, separators=(",", ":"), default=_plain)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Return the tables of a TOML file. Raises `ConfigError` naming the file and, for malformed TOML, the line."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:  # both malformed TOML and bytes that are not UTF-8
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
 def _plain(value: object) -> object:
