@@ -1,0 +1,195 @@
+"""The parallel backbone of a block drafter: context-feature injection and the draft layers.
+
+Shapes: B sequences, S context tokens, A anchors, Q rows of one block (anchor and masks), N flat rows, m tapped target
+layers, H hidden, h/hk query and key heads, D head size. Source: DFlash (arXiv 2602.06036), DSpark paper section 3.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspark.drafters.config import DrafterConfig
+from dspark.models import rope
+from dspark.models.attention import AttentionBatch, paged_attention
+from dspark.models.kv_cache import PagedKVCache
+from dspark.models.rope import RotaryEmbedding
+
+Rotation = tuple[Tensor, Tensor]
+
+
+class DraftAttention(nn.Module):
+    """Queries come from the block; keys and values from the context features AND from the block."""
+
+    def __init__(self, config: DrafterConfig, layer: int) -> None:
+        super().__init__()
+        hidden, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            head_dim,
+        )
+        self.layer, self.window = layer, config.window(layer)
+        self.q_proj = nn.Linear(hidden, self.num_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.num_kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, self.num_kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.num_heads * head_dim, hidden, bias=bias)
+        self.q_norm = nn.RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """x [..., H] -> rotated queries [..., h, D]."""
+        return rope.apply(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), *rotation)
+
+    def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """x [..., H] -> rotated keys and values [..., hk, D]."""
+        heads = (-1, self.head_dim)
+        keys = rope.apply(self.k_norm(self.k_proj(x).unflatten(-1, heads)), *rotation)
+        return keys, self.v_proj(x).unflatten(-1, heads)
+
+    def cached(self, x: Tensor, rotation: Rotation, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
+        """Serving: x [B, Q, H]; context keys are in the cache, the block's go into its provisional slots."""
+        q = self.queries(x, rotation)
+        k, v = self.keys_values(x, rotation)
+        batch.write(cache, self.layer, k, v)
+        return self.o_proj(paged_attention(q, self.layer, cache, batch, self.window).flatten(-2))  # type: ignore[no-any-return]
+
+    def blocks(self, x: Tensor, context: Tensor, geometry: BlockGeometry) -> Tensor:
+        """Training: x [B, A, Q, H] and context [B, S, H] -> [B, A, Q, H], every block on its own.
+
+        One softmax runs over the context scores [.., S] and the block's own scores [.., Q] together; rows of other
+        blocks never enter, so overlapping anchors cannot leak.
+        """
+        groups = self.num_heads // self.num_kv_heads
+        q = self.queries(x, geometry.block_rotation).unflatten(-2, (self.num_kv_heads, groups))
+        q = q.permute(0, 3, 4, 1, 2, 5) / math.sqrt(self.head_dim)  # [B, hk, g, A, Q, D]
+        k, v = (t.permute(0, 3, 1, 2, 4) for t in self.keys_values(x, geometry.block_rotation))  # [B, hk, A, Q, D]
+        ck, cv = (t.transpose(1, 2) for t in self.keys_values(context, geometry.context_rotation))  # [B, hk, S, D]
+        scores_context = (q.flatten(2, 4) @ ck.transpose(-1, -2)).view(q.shape[:-1] + (-1,))  # [B, hk, g, A, Q, S]
+        scores_block = q @ k[:, :, None].transpose(-1, -2)  # [B, hk, g, A, Q, Q]
+        scores_context = scores_context + geometry.context_bias(self.window)
+        if geometry.block_bias is not None:
+            scores_block = scores_block + geometry.block_bias
+        length = ck.shape[2]
+        p = torch.cat([scores_context, scores_block], dim=-1).softmax(dim=-1, dtype=torch.float32).to(x.dtype)
+        from_context = (p[..., :length].flatten(2, 4) @ cv).view(q.shape[:-1] + (-1,))
+        out = from_context + p[..., length:] @ v[:, :, None]
+        return self.o_proj(out.permute(0, 3, 4, 1, 2, 5).flatten(3))  # type: ignore[no-any-return]
+
+
+class BlockGeometry:
+    """Positions, rotations and masks that all draft layers of one training step share.
+
+    anchors [B, A] positions; context length S; Q rows a block. A block sees context positions < its anchor (the anchor
+    is row 0 of the block, never read from context) and its own rows: all of them, or those up to itself when causal.
+    """
+
+    def __init__(
+        self, config: DrafterConfig, rotary: RotaryEmbedding, anchors: Tensor, length: int, dtype: torch.dtype
+    ) -> None:
+        rows = torch.arange(config.query_rows, device=anchors.device)
+        self.positions = (anchors[..., None] + rows).clamp(max=config.max_position_embeddings - 1)  # [B, A, Q]
+        self.context_positions = torch.arange(length, device=anchors.device)
+        self.anchors = anchors
+        self.block_rotation = rotary(self.positions, dtype)
+        self.context_rotation = rotary(self.context_positions[None], dtype)
+        self.block_bias = None
+        if config.block_attention == "causal":
+            future = rows[None] > rows[:, None]
+            self.block_bias = torch.zeros(future.shape, device=anchors.device).masked_fill(future, -math.inf)
+        self._bias: dict[int | None, Tensor] = {}
+
+    def context_bias(self, window: int | None) -> Tensor:
+        """0 where a block row sees a context position and -inf elsewhere: [B, 1, 1, A, Q or 1, S]."""
+        if window not in self._bias:
+            s = self.context_positions
+            visible = s < self.anchors[..., None, None]  # [B, A, 1, S]
+            if window is not None:
+                visible = visible & (s > self.positions[..., None] - window)
+            bias = torch.zeros(visible.shape, device=s.device).masked_fill(~visible, -math.inf)
+            self._bias[window] = bias[:, None, None]
+        return self._bias[window]
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm attention and gated MLP over the block's rows."""
+
+    def __init__(self, config: DrafterConfig, layer: int) -> None:
+        super().__init__()
+        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(hidden, eps)
+        self.self_attn = DraftAttention(config, layer)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(hidden, inner, bias=False),
+                "up_proj": nn.Linear(hidden, inner, bias=False),
+                "down_proj": nn.Linear(inner, hidden, bias=False),
+            }
+        )
+        self.tanh_gelu = config.hidden_act != "silu"
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H]."""
+        gate = self.mlp["gate_proj"](x)
+        gate = F.gelu(gate, approximate="tanh") if self.tanh_gelu else F.silu(gate)
+        return self.mlp["down_proj"](gate * self.mlp["up_proj"](x))  # type: ignore[no-any-return]
+
+    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Both residual additions."""
+        x = x + attended
+        return x + self.feed_forward(self.post_attention_layernorm(x))
+
+
+class Backbone(nn.Module):
+    """`fc` + `hidden_norm` turn tapped target states into context features; the layers read them at every depth."""
+
+    feature_scale: Tensor
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden = config.hidden_size
+        width = len(config.target_layer_ids) * hidden
+        self.fc = nn.Linear(width, hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim)
+        # Training may divide features by their measured spread; writing a checkpoint folds this into fc.
+        self.register_buffer("feature_scale", torch.ones(width), persistent=False)
+
+    def project_context(self, features: Tensor) -> Tensor:
+        """Tapped states [..., m, H] -> context features [..., H]."""
+        flat = features.flatten(-2).to(self.norm.weight.dtype) * self.feature_scale
+        return self.hidden_norm(self.fc(flat))  # type: ignore[no-any-return]
+
+    def inject(self, features: Tensor, positions: Tensor, slots: Tensor, cache: PagedKVCache) -> None:
+        """Write the context keys and values of committed rows: features [N, m, H], positions and slots [N]."""
+        context = self.project_context(features)
+        rotation = self.rotary(positions, context.dtype)
+        for i, layer in enumerate(self.layers):
+            k, v = layer.self_attn.keys_values(context, rotation)  # type: ignore[union-attr, operator]
+            cache.write(i, slots, k, v)
+
+    def draft(self, embedded: Tensor, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
+        """Serving: embedded block rows [B, Q, H] -> final normed hidden [B, Q, H]."""
+        rotation = self.rotary(batch.positions, embedded.dtype)
+        x = embedded
+        for layer in self.layers:
+            attended = layer.self_attn.cached(layer.input_layernorm(x), rotation, batch, cache)  # type: ignore[union-attr, operator]
+            x = layer.after_attention(x, attended)  # type: ignore[operator]
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    def train_blocks(self, embedded: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
+        """Training: embedded [B, A, Q, H], features [B, S, m, H], anchors [B, A] -> normed hidden [B, A, Q, H]."""
+        context = self.project_context(features)
+        geometry = BlockGeometry(self.config, self.rotary, anchors, features.shape[1], embedded.dtype)
+        x = embedded
+        for layer in self.layers:
+            attended = layer.self_attn.blocks(layer.input_layernorm(x), context, geometry)  # type: ignore[union-attr, operator]
+            x = layer.after_attention(x, attended)  # type: ignore[operator]
+        return self.norm(x)  # type: ignore[no-any-return]

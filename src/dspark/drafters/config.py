@@ -1,0 +1,90 @@
+"""The settings that fix a drafter's network. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from dspark.config import Settings
+from dspark.models.config import RopeConfig
+
+
+class DrafterConfig(Settings):
+    """Shape and conventions of a block drafter (DSpark paper section 3; DFlash is the same without heads).
+
+    Field names follow the public DeepSpec checkpoints. `target_layer_ids` count decoder layers from 0; id i reads the
+    output of layer i and -1 the embedding output.
+    """
+
+    algorithm: Literal["dspark", "dflash"] = "dspark"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    rope: RopeConfig
+    max_position_embeddings: int
+    qk_norm: bool = True
+    attention_bias: bool = False
+    sliding_window: int | None = None
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]
+    block_size: int = 7
+    mask_token_id: int
+    sample_from_anchor: bool = True
+    block_attention: Literal["bidirectional", "causal"] = "bidirectional"
+    markov_rank: int = 0
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+    draft_vocab_size: int | None = None
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft tokens per round, gamma."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def query_rows(self) -> int:
+        """Rows fed per round: the anchor and the masks; always `block_size` in both slot conventions."""
+        return self.block_size
+
+    @property
+    def num_draft_logits(self) -> int:
+        """Width of the draft distribution: the reduced draft vocabulary where there is one."""
+        return self.draft_vocab_size or self.vocab_size
+
+    def window(self, layer: int) -> int | None:
+        """The attention window of one draft layer in tokens, or None for full attention."""
+        kinds = self.layer_types
+        return self.sliding_window if kinds and kinds[layer] == "sliding_attention" else None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        bad = [i for i in self.target_layer_ids if not -1 <= i < self.num_target_layers - 1]
+        if bad or not self.target_layer_ids:
+            raise ValueError(
+                f"target_layer_ids {list(self.target_layer_ids)} must be in -1..{self.num_target_layers - 2}: "
+                "ids count decoder layers from 0 and the last layer's output is not allowed"
+            )
+        if self.num_drafts < 1:
+            raise ValueError("block_size leaves no draft token: raise it")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
+        if self.confidence_head_with_markov and not (self.enable_confidence_head and self.markov_rank):
+            raise ValueError("confidence_head_with_markov needs enable_confidence_head and markov_rank > 0")
+        if self.algorithm == "dflash" and (self.markov_rank or self.enable_confidence_head):
+            raise ValueError("algorithm dflash has neither markov_rank nor a confidence head: use dspark")
+        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError("layer_types must name every draft layer")
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise ValueError("layer_types has sliding_attention: set sliding_window")
+        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(f"draft_vocab_size must be in 1..{self.vocab_size}")
+        return self

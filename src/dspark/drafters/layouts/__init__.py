@@ -1,0 +1,1 @@
+"""Checkpoint layouts: one file a family, each detects, reads and writes strictly."""

@@ -1,0 +1,175 @@
+"""The DeepSpec release layout, which is also our own: a flat config.json and one safetensors file.
+
+The public files carry copies of the target's embedding and LM head; ours leave them out, and those that are there must
+be the target's. Our extra fields stand under `dspark` in the config, our extra tensors are the d2t/t2d vocabulary maps.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dspark.drafters.config import DrafterConfig
+from dspark.drafters.dspark import Drafter
+from dspark.errors import CheckpointError, ConfigError
+from dspark.files import atomic_path
+from dspark.models.config import DecoderConfig
+from dspark.models.decoder import Decoder
+from dspark.models.families import config_from_hf, config_to_hf
+from dspark.models.weights import read_json
+
+WEIGHTS_NAME = "model.safetensors"
+ARCHITECTURES = {"Qwen3DSparkModel": "dspark", "Qwen3DFlashModel": "dflash"}
+OWN_FIELDS = ("sample_from_anchor", "block_attention", "draft_vocab_size")
+SHARED_FIELDS = (
+    "num_target_layers", "block_size", "mask_token_id", "markov_rank", "markov_head_type",
+    "enable_confidence_head", "confidence_head_with_markov",
+)  # fmt: skip
+TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight")
+
+
+def read_drafter(path: str | Path, target: Decoder, target_digest: str | None = None) -> Drafter:
+    """Load a drafter for `target`, strictly: every tensor must be there and none may be left over.
+
+    `target_digest` is compared with the one the file was written for, where it names one. Raises CheckpointError
+    naming the file and the field or tensor at fault.
+    """
+    directory = Path(path)
+    raw = read_json(directory / "config.json")
+    config = parse_config(raw, str(directory / "config.json"))
+    wanted = raw.get("dspark", {}).get("target_digest")
+    if wanted and target_digest and wanted != target_digest:
+        name = raw["dspark"].get("target", "another model")
+        raise CheckpointError(f"{directory}: was trained for {name} ({wanted}), not for this target ({target_digest})")
+    tensors = _load(directory / WEIGHTS_NAME)
+    token_ids = _vocabulary_map(tensors, config, directory)
+    drafter = Drafter(config, target, token_ids)
+    _check_copies(tensors, drafter, directory)
+    expected = {_stored(name): p.shape for name, p in drafter.named_parameters()}
+    if missing := sorted(expected.keys() - tensors.keys()):
+        raise CheckpointError(f"{directory}: missing tensor {missing[0]} ({len(missing)} in all)")
+    if unexpected := sorted(tensors.keys() - expected.keys()):
+        raise CheckpointError(f"{directory}: unexpected tensor {unexpected[0]} ({len(unexpected)} in all)")
+    for name, shape in expected.items():
+        if tensors[name].shape != shape:
+            raise CheckpointError(f"{directory}: {name} is {tuple(tensors[name].shape)}, expected {tuple(shape)}")
+    own = {name: tensors[_stored(name)] for name, _ in drafter.named_parameters()}
+    drafter.load_state_dict(own)
+    return drafter
+
+
+def write_drafter(
+    drafter: Drafter, path: str | Path, dtype: torch.dtype = torch.bfloat16, provenance: dict[str, Any] | None = None
+) -> None:
+    """Write the drafter atomically; `provenance` (target name, digest, tokens seen …) goes under `dspark`.
+
+    The training-time feature scale is folded into `fc`, so that readers need not know of it.
+    """
+    tensors = {_stored(name): value.detach().float() for name, value in drafter.named_parameters()}
+    tensors["fc.weight"] = tensors["fc.weight"] * drafter.backbone.feature_scale
+    stored = {name: value.to(dtype).contiguous() for name, value in tensors.items()}
+    if drafter.token_ids is not None:
+        vocabulary = drafter.config.vocab_size
+        stored["d2t"] = drafter.token_ids - torch.arange(len(drafter.token_ids))
+        stored["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, drafter.token_ids, True)
+    config = dump_config(drafter.config, dtype) | {"dspark": provenance or {}}
+    with atomic_path(path) as directory:
+        directory.mkdir()
+        save_file(stored, directory / WEIGHTS_NAME, metadata={"format": "pt"})
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def parse_config(raw: dict[str, Any], where: str) -> DrafterConfig:
+    """config.json -> DrafterConfig. Raises CheckpointError naming the file and field."""
+    names = raw.get("architectures") or []
+    if len(names) != 1 or names[0] not in ARCHITECTURES:
+        raise CheckpointError(f"{where}: architectures {names}: not a known drafter; known: {', '.join(ARCHITECTURES)}")
+    shape = config_from_hf(raw | {"architectures": ["Qwen3ForCausalLM"]}, where)
+    fields = {name: raw[name] for name in SHARED_FIELDS if raw.get(name) is not None}
+    own = {name: raw[name] for name in OWN_FIELDS if name in raw}
+    try:
+        return DrafterConfig.from_dict(
+            {
+                "algorithm": ARCHITECTURES[names[0]]
+                if fields.get("markov_rank") or fields.get("enable_confidence_head")
+                else "dflash",
+                **{name: getattr(shape, name) for name in _DECODER_FIELDS},
+                "target_layer_ids": raw.get("target_layer_ids", []),
+                **fields,
+                **own,
+            },
+            where,
+        )
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def dump_config(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """DrafterConfig -> the flat config.json of the release."""
+    layers = config.layer_types or ("full_attention",) * config.num_hidden_layers
+    shape = {name: getattr(config, name) for name in _DECODER_FIELDS if name not in ("qk_norm", "layer_types")}
+    decoder = DecoderConfig(architecture="Qwen3ForCausalLM", qk_norm=True, layer_types=layers, **shape)
+    algorithm = {v: k for k, v in ARCHITECTURES.items()}[config.algorithm]
+    fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, *OWN_FIELDS)}
+    return config_to_hf(decoder, str(dtype).removeprefix("torch.")) | {
+        "architectures": [algorithm],
+        "target_layer_ids": list(config.target_layer_ids),
+        **fields,
+    }
+
+
+_DECODER_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "rope", "max_position_embeddings", "qk_norm",
+    "attention_bias", "sliding_window", "layer_types",
+)  # fmt: skip
+
+
+def _stored(name: str) -> str:
+    return name.removeprefix("backbone.")
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing; a drafter directory holds config.json and {WEIGHTS_NAME}") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: damaged or truncated ({error}); fetch it again") from None
+
+
+def _vocabulary_map(tensors: dict[str, Tensor], config: DrafterConfig, where: Path) -> Tensor | None:
+    """Take d2t and t2d out of `tensors` and return the target ids of the draft vocabulary, checked."""
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    if config.draft_vocab_size is None:
+        if d2t is not None:
+            raise CheckpointError(f"{where}: has d2t but its config names no draft_vocab_size")
+        return None
+    if d2t is None:
+        raise CheckpointError(f"{where}: draft_vocab_size is {config.draft_vocab_size} but tensor d2t is missing")
+    ids = d2t.long() + torch.arange(len(d2t))
+    if ids.min() < 0 or ids.max() >= config.vocab_size or len(set(ids.tolist())) != len(ids):
+        raise CheckpointError(f"{where}: d2t leaves the vocabulary or names a token twice")
+    if t2d is not None and not (t2d.sum() == len(ids) and bool(t2d.bool()[ids].all())):
+        raise CheckpointError(f"{where}: t2d and d2t disagree")
+    return ids
+
+
+def _check_copies(tensors: dict[str, Tensor], drafter: Drafter, where: Path) -> None:
+    """Drop copies of the target's embedding and LM head after checking that they are the target's."""
+    theirs = dict(zip(TARGET_COPIES, (drafter.embedding_weight, drafter.lm_head_weight), strict=True))
+    for name in TARGET_COPIES:
+        copy = tensors.pop(name, None)
+        if copy is None:
+            continue
+        same = copy.shape == theirs[name].shape and torch.allclose(
+            copy[:64].float(), theirs[name][:64].float(), rtol=0.02, atol=1e-3
+        )
+        if not same:
+            raise CheckpointError(f"{where}: {name} is not the target's: this drafter is for another target")

@@ -1,0 +1,113 @@
+"""A fresh drafter for a target: its config from the recipe, its vocabulary and scales from the training samples."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dspark.drafters.config import DrafterConfig
+from dspark.drafters.dspark import Drafter
+from dspark.errors import ConfigError
+from dspark.models.decoder import Decoder
+from dspark.training.batch import SampleSource
+from dspark.training.config import DrafterShape
+
+SCALE_SAMPLES = 64
+INIT_STD = 0.02
+
+
+def drafter_config(shape: DrafterShape, target: Decoder, target_layer_ids: tuple[int, ...]) -> DrafterConfig:
+    """The drafter's config: the recipe's choices over the target's sizes. Raises ConfigError where they clash."""
+    t = target.config
+    fields = shape.model_dump(exclude={"intermediate_size", "target_layer_ids"})
+    if shape.target_layer_ids and shape.target_layer_ids != target_layer_ids:
+        raise ConfigError(
+            f"drafter.target_layer_ids {list(shape.target_layer_ids)} are not the cache's {list(target_layer_ids)}: "
+            "build the cache with the layers the drafter reads"
+        )
+    if shape.algorithm == "dflash":
+        fields |= {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
+    return DrafterConfig.from_dict(
+        fields
+        | {
+            "vocab_size": t.vocab_size,
+            "hidden_size": t.hidden_size,
+            "intermediate_size": shape.intermediate_size or t.intermediate_size,
+            "num_attention_heads": t.num_attention_heads,
+            "num_key_value_heads": t.num_key_value_heads,
+            "head_dim": t.head_dim,
+            "rms_norm_eps": t.rms_norm_eps,
+            "rope": t.rope,
+            "max_position_embeddings": t.max_position_embeddings,
+            "num_target_layers": t.num_hidden_layers,
+            "target_layer_ids": target_layer_ids,
+        },
+        "drafter",
+    )
+
+
+def new_drafter(config: DrafterConfig, target: Decoder, samples: SampleSource, seed: int) -> Drafter:
+    """Random weights, scaled to the data: draft vocabulary by frequency, features by their measured spread."""
+    token_ids = None
+    if config.draft_vocab_size is not None:
+        token_ids = frequent_tokens(samples, config.vocab_size, config.draft_vocab_size)
+    drafter = Drafter(config, target, token_ids)
+    initialise(drafter, torch.Generator().manual_seed(seed))
+    drafter.backbone.feature_scale.copy_(feature_scale(samples))
+    return drafter
+
+
+def frequent_tokens(samples: SampleSource, vocab_size: int, keep: int) -> Tensor:
+    """The `keep` most frequent supervised token ids, ascending; ties and gaps go to the lower id. [keep]"""
+    counts = np.zeros(vocab_size)
+    for i in range(len(samples)):
+        sample = samples[i]
+        np.add.at(counts, sample.token_ids.numpy()[sample.loss_mask.numpy().astype(bool)], 1)
+    ranked = np.argsort(-counts, kind="stable")[:keep]
+    return torch.from_numpy(np.sort(ranked))
+
+
+def feature_scale(samples: SampleSource) -> Tensor:
+    """1 / root mean square of every tapped feature over the first samples: [m * H].
+
+    Tapped layers differ in scale by orders of magnitude; without this the deepest one drowns the others.
+    """
+    total, rows = torch.zeros(()), 0
+    for i in range(min(SCALE_SAMPLES, len(samples))):
+        flat = samples[i].features.float().flatten(1)
+        total = total + flat.square().sum(dim=0)
+        rows += len(flat)
+    return (total / rows).sqrt().clamp(min=1e-3).reciprocal()
+
+
+@torch.no_grad()
+def initialise(drafter: Drafter, generator: torch.Generator) -> None:
+    """Small random matrices; residual outputs shrunk with depth; the Markov embedding starts from the target's own."""
+    config, backbone = drafter.config, drafter.backbone
+    for name, p in drafter.named_parameters():
+        if p.ndim == 2:
+            nn.init.normal_(p, std=INIT_STD, generator=generator)
+        elif name.endswith("bias"):
+            nn.init.zeros_(p)
+    nn.init.normal_(backbone.fc.weight, std=1 / math.sqrt(backbone.fc.in_features), generator=generator)
+    depth = 1 / math.sqrt(2 * config.num_hidden_layers)
+    for name, p in backbone.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            p.mul_(depth)
+    if drafter.markov_head is not None:
+        drafter.markov_head.markov_w1.weight.copy_(_principal(drafter.embedding_weight.float(), config.markov_rank))
+        nn.init.zeros_(drafter.markov_head.markov_w2.weight)
+    if drafter.confidence_head is not None:
+        nn.init.zeros_(drafter.confidence_head.proj.weight)
+
+
+def _principal(embedding: Tensor, rank: int) -> Tensor:
+    """Leading principal components of the embedding table [V, H] -> [V, r], unit spread: related tokens start alike."""
+    centred = embedding - embedding.mean(dim=0)
+    _, vectors = torch.linalg.eigh(centred.T @ centred)
+    kept = vectors[:, -rank:].flip(1)
+    reduced = nn.functional.pad(centred @ kept, (0, max(0, rank - kept.shape[1])))
+    return reduced / reduced.std().clamp(min=1e-6)

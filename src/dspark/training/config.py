@@ -1,0 +1,81 @@
+"""Settings of a training run. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from dspark.config import Settings
+
+
+class LossMix(Settings):
+    """Weights of the loss terms; the defaults are the public release's."""
+
+    ce: float = 0.1
+    """Cross-entropy on the true next token."""
+    soft_ce: float = 0.0
+    """Cross-entropy against the target's whole distribution."""
+    l1: float = 0.9
+    """Sum over the vocabulary of |q - p| (no one half in front)."""
+    confidence: float = 1.0
+    """Binary cross-entropy of the confidence head against 1 - L1/2."""
+    decay: float = 4.0
+    """Slot k weighs exp(-k / decay)."""
+
+
+class DrafterShape(Settings):
+    """The drafter to train; what is not named here is the target's."""
+
+    algorithm: Literal["dspark", "dflash"] = "dspark"
+    num_hidden_layers: int = 2
+    intermediate_size: int | None = None
+    """None: the target's."""
+    target_layer_ids: tuple[int, ...] = ()
+    """Empty: five layers spread evenly."""
+    block_size: int = 7
+    mask_token_id: int
+    sample_from_anchor: bool = True
+    block_attention: Literal["bidirectional", "causal"] = "bidirectional"
+    markov_rank: int = 64
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    draft_vocab_size: int | None = None
+    """Keep the most frequent tokens of the training answers; None keeps all."""
+
+
+class TrainSettings(Settings):
+    """One training run on cached target features."""
+
+    target: str = "smollm2-135m"
+    cache: tuple[Path, ...]
+    output: Path
+    drafter: DrafterShape
+    loss: LossMix = LossMix()
+    init_from: Path | None = None
+    """A drafter checkpoint to start from instead of random weights."""
+    num_anchors: int = Field(512, gt=0)
+    """Anchors drawn per sequence and epoch."""
+    batch_size: int = Field(8, gt=0)
+    """Sequences per micro-batch."""
+    accumulation: int = Field(1, gt=0)
+    """Micro-batches per optimizer step."""
+    epochs: int = Field(10, gt=0)
+    max_steps: int | None = None
+    """Stop (and end the schedule) after so many optimizer steps; None: all epochs."""
+    learning_rate: float = Field(6e-4, gt=0)
+    min_learning_rate_ratio: float = Field(0.0, ge=0, le=1)
+    warmup_ratio: float = Field(0.04, ge=0, le=1)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Autocast type of forward and backward; master weights are always float32."""
+    seed: int = 0
+    save_every: int = Field(200, gt=0)
+    """Optimizer steps between checkpoints."""
+    log_every: int = Field(10, gt=0)
+    num_threads: int | None = None
+    """CPU threads; None: torch's default."""

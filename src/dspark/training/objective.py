@@ -1,0 +1,102 @@
+"""One micro-batch through the drafter: from tensors to loss sums and metric sums.
+
+Every value is a (sum, weight) pair: the trainer divides once, by the sums of the whole global batch.
+Shapes: B sequences, S tokens, A anchors, G draft slots, N slots with a target, H hidden, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dspark.drafters.dspark import Drafter
+from dspark.models.decoder import Decoder
+from dspark.training.batch import TrainBatch, slot_weights
+from dspark.training.config import LossMix
+from dspark.training.losses import HeadWeights, SlotLosses, SlotTargets, confidence_loss, draft_losses
+
+LOG_NORMALIZER_ROWS = 256
+
+
+class Objective(NamedTuple):
+    """`loss` is the weighted SUM whose gradient is taken; `metrics` are (numerator, denominator) by name."""
+
+    loss: Tensor
+    metrics: dict[str, tuple[Tensor, Tensor]]
+
+
+def micro_objective(
+    drafter: Drafter, target: Decoder, batch: TrainBatch, mix: LossMix, draft_index: Tensor | None
+) -> Objective:
+    """Losses and metrics of one micro-batch.
+
+    `draft_index` [V] maps a target id to its draft index (-1: not in the draft vocabulary); None: same vocabulary.
+    """
+    mask = batch.slot_mask
+    hidden = drafter.train_hidden(batch.token_ids, batch.features, batch.anchors, batch.valid)
+    offsets = batch.anchors[..., None] + torch.arange(mask.shape[-1], device=mask.device)  # [B, A, G]
+    offsets = offsets.clamp(max=batch.token_ids.shape[1] - 2)
+    previous = batch.token_ids.gather(1, offsets.flatten(1)).view_as(offsets)
+    label = batch.token_ids.gather(1, (offsets + 1).flatten(1)).view_as(offsets)[mask]
+    feature = embedded = None
+    head = drafter.markov_head
+    if head is not None:
+        feature, embedded = head.block(previous.flatten(0, 1), hidden.flatten(0, 1))
+        feature, embedded = feature.view(*mask.shape, -1)[mask], embedded.view(*mask.shape, -1)[mask]
+    rows = torch.arange(len(mask), device=mask.device)[:, None, None] * batch.token_ids.shape[1]
+    weight = slot_weights(mask, mix.decay)[mask]
+    targets = SlotTargets(
+        *_target_rows(target, batch),
+        position=(offsets + rows)[mask],
+        label=label if draft_index is None else draft_index[label],
+        weight=weight,
+    )
+    dtype = hidden.dtype
+    weights = HeadWeights(drafter.lm_head_weight.to(dtype), None if head is None else head.markov_w2.weight.to(dtype))
+    slots = draft_losses(hidden[mask], None if feature is None else feature.to(dtype), weights, targets, mix)
+    loss, confidence = slots.total, None
+    if drafter.confidence_head is not None:
+        confidence = drafter.confidence_head(hidden[mask], embedded)
+        loss = loss + mix.confidence * confidence_loss(confidence, slots.l1, weight)
+    return Objective(loss, _metrics(slots, weight, mask, confidence))
+
+
+def _target_rows(target: Decoder, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+    """The target's final-normed hidden states [B*S, H] and their full-vocabulary log normalizers [B*S]."""
+    with torch.no_grad():
+        weight = target.lm_head_weight
+        normed = target.norm(batch.last_hidden.to(weight.dtype)).flatten(0, 1)
+        if batch.log_normalizer is not None:
+            return normed, batch.log_normalizer.flatten()
+        chunks = normed.split(LOG_NORMALIZER_ROWS)
+        return normed, torch.cat([(c @ weight.T).float().logsumexp(dim=-1) for c in chunks])
+
+
+@torch.no_grad()
+def _metrics(
+    slots: SlotLosses, weight: Tensor, mask: Tensor, confidence: Tensor | None
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Sums for the log: loss terms, acceptance by position and the expected accepted length."""
+    accept = (1 - slots.l1 / 2).clamp(0, 1)
+    total = weight.sum()
+    metrics = {
+        "ce": ((weight * slots.ce).sum(), total),
+        "l1": ((weight * slots.l1).sum(), total),
+    }
+    grid = {"accept": accept, "top1": slots.top1}
+    anchors = mask.any(dim=-1).sum()
+    for name, value in grid.items():
+        full = torch.zeros(mask.shape, device=mask.device)
+        full[mask] = value
+        counts = mask.flatten(0, 1).sum(dim=0)
+        for k, (numerator, count) in enumerate(zip(full.flatten(0, 1).sum(dim=0), counts, strict=True)):
+            metrics[f"{name}/{k + 1}"] = (numerator, count)
+        metrics["tau" if name == "accept" else "tau_greedy"] = (full.cumprod(dim=-1).sum() + anchors, anchors)
+    if confidence is not None:
+        predicted = torch.sigmoid(confidence)
+        metrics["confidence_error"] = ((weight * (predicted - accept).abs()).sum(), total)
+        metrics["confidence_bias"] = ((weight * (predicted - accept)).sum(), total)
+    metrics["anchors"] = (anchors, torch.ones_like(anchors))
+    return metrics

@@ -1,0 +1,65 @@
+"""Tiny random targets and drafters."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dspark.drafters.config import DrafterConfig
+from dspark.drafters.dspark import Drafter
+from dspark.models.config import DecoderConfig, RopeConfig
+from dspark.models.decoder import Decoder
+
+VOCAB, HIDDEN, LAYERS = 40, 32, 4
+
+
+@pytest.fixture
+def target() -> Decoder:
+    torch.manual_seed(0)
+    config = DecoderConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        layer_types=("full_attention",) * LAYERS,
+    )
+    return Decoder(config).requires_grad_(False).eval()
+
+
+@pytest.fixture
+def make_drafter(target: Decoder) -> Callable[..., Drafter]:
+    def make(**changes: object) -> Drafter:
+        fields: dict[str, object] = {
+            "vocab_size": VOCAB,
+            "hidden_size": HIDDEN,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "rope": RopeConfig(),
+            "max_position_embeddings": 128,
+            "num_target_layers": LAYERS,
+            "target_layer_ids": (-1, 1, 2),
+            "block_size": 4,
+            "mask_token_id": 3,
+            "markov_rank": 6,
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        }
+        config = DrafterConfig.from_dict(fields | changes, "test")
+        size = config.draft_vocab_size
+        token_ids = None if size is None else torch.randperm(VOCAB)[:size].sort().values
+        torch.manual_seed(1)
+        drafter = Drafter(config, target, token_ids)
+        for p in drafter.parameters():
+            if p.ndim > 1:
+                torch.nn.init.normal_(p, std=0.3)
+        return drafter
+
+    return make

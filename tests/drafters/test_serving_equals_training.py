@@ -1,0 +1,104 @@
+"""The block a drafter serves is the block it was trained on: two code paths, one result."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from dspark.drafters.dspark import Drafter
+from dspark.spec.types import SamplingRows
+
+VARIANTS = [
+    {},
+    {"sample_from_anchor": False},
+    {"block_attention": "causal"},
+    {"sliding_window": 5, "layer_types": ("sliding_attention", "full_attention")},
+    {"markov_rank": 0, "confidence_head_with_markov": False, "qk_norm": False},
+]
+
+
+def sequence(length: int, taps: int, hidden: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, 40, (1, length), generator=generator)
+    return ids, torch.randn(1, length, taps, hidden, generator=generator)
+
+
+def served_hidden(drafter: Drafter, ids: Tensor, features: Tensor, anchor: int) -> Tensor:
+    """Context of [0, anchor) injected, then one block drafted: [G, H]."""
+    cache = drafter.new_cache(num_blocks=20, block_size=4)
+    table = [7, 2, 9, 4, 5, 6, 11, 12]
+    slots = torch.tensor([table[p // 4] * 4 + p % 4 for p in range(anchor)])
+    drafter.inject(features[0, :anchor], torch.arange(anchor), slots, cache)
+    batch = drafter.draft_batch([anchor], [table], 4)
+    block = torch.full((1, drafter.config.query_rows), drafter.config.mask_token_id)
+    block[0, 0] = ids[0, anchor]
+    hidden = drafter.backbone.draft(drafter.embed(block), batch, cache)[0]
+    return hidden if drafter.config.sample_from_anchor else hidden[1:]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_hidden_states_agree(make_drafter: Callable[..., Drafter], variant: dict[str, object]) -> None:
+    drafter = make_drafter(**variant)
+    ids, features = sequence(24, 3, 32)
+    anchors = torch.tensor([[1, 6, 7, 8, 20]])
+    with torch.no_grad():
+        trained = drafter.train_hidden(ids, features, anchors, torch.ones_like(anchors, dtype=torch.bool))
+        for a, anchor in enumerate(anchors[0].tolist()):
+            served = served_hidden(drafter, ids, features, anchor)
+            torch.testing.assert_close(served, trained[0, a], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_leaks_from_the_future(make_drafter: Callable[..., Drafter], variant: dict[str, object]) -> None:
+    """Changing tokens and features from position t on moves no block whose anchor is before t, neighbours included."""
+    drafter = make_drafter(**variant)
+    ids, features = sequence(24, 3, 32)
+    anchors = torch.arange(1, 20)[None]  # every block overlaps its neighbours
+    valid = torch.ones_like(anchors, dtype=torch.bool)
+    with torch.no_grad():
+        before = drafter.train_hidden(ids, features, anchors, valid)
+        for t in (2, 9, 15):
+            changed_ids, changed = ids.clone(), features.clone()
+            changed_ids[:, t:] = (changed_ids[:, t:] + 1) % 40
+            changed[:, t:] += 1.0
+            after = drafter.train_hidden(changed_ids, changed, anchors, valid)
+            kept = anchors[0] < t
+            torch.testing.assert_close(after[:, kept], before[:, kept], rtol=0, atol=0)
+            moved = (after - before).abs().amax(dim=(0, 2, 3))
+            assert (moved[~kept] > 1e-4).all(), "a block must depend on its anchor and on the context before it"
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("size", [None, 17])
+def test_greedy_block_is_the_argmax_of_the_training_logits(
+    make_drafter: Callable[..., Drafter], kind: str, size: int | None
+) -> None:
+    """Feed the drafted tokens back as ground truth: the training path's logits have their argmax at each draft."""
+    drafter = make_drafter(markov_head_type=kind, draft_vocab_size=size).prepare()
+    ids, features = sequence(24, 3, 32)
+    cache = drafter.new_cache(num_blocks=10, block_size=4)
+    table = list(range(1, 9))
+    slots = torch.arange(4, 4 + 10)
+    with torch.inference_mode():
+        drafter.inject(features[0, :10], torch.arange(10), slots, cache)
+        rows = SamplingRows(
+            torch.zeros(1),
+            torch.zeros(1, dtype=torch.long),
+            torch.ones(1),
+            torch.zeros(1),
+            torch.zeros(1, dtype=torch.long),
+        )
+        block = drafter.propose(ids[:, 10], drafter.draft_batch([10], [table], 4), cache, rows, torch.tensor([10]))
+        hidden = drafter.train_hidden(ids, features, torch.tensor([[10]]), torch.tensor([[True]]))[0]
+        previous = torch.cat([ids[:, 10:11], block.tokens[:, :-1]], dim=1)
+        assert drafter.markov_head is not None
+        assert drafter.confidence_head is not None
+        feature, embedded = drafter.markov_head.block(previous, hidden)
+        logits = hidden @ drafter.lm_head_weight.T + drafter.markov_head.markov_w2(feature)
+        best = logits.argmax(dim=-1)
+        best = best if drafter.token_ids is None else drafter.token_ids[best]
+        assert torch.equal(best, block.tokens)
+        assert block.confidence is not None
+        expected = torch.sigmoid(drafter.confidence_head(hidden, embedded))
+        torch.testing.assert_close(block.confidence, expected, rtol=1e-5, atol=1e-5)
