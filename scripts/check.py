@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
+WORKERS = min(os.cpu_count() or 1, 4)
 CHECKS: dict[str, list[str]] = {
     "format": [str(SCRIPTS / "ruff"), "format", "--check", "--quiet", "--diff", "."],
     "lint": [str(SCRIPTS / "ruff"), "check", "--quiet", "."],
@@ -17,7 +18,7 @@ CHECKS: dict[str, list[str]] = {
     "light": [sys.executable, "scripts/check_light_imports.py"],
     "types": [str(SCRIPTS / "mypy"), "--strict", "src"],
     "wheel": [sys.executable, "scripts/check_wheel.py"],
-    "tests": [sys.executable, "-m", "pytest", "--quiet", "--durations=10"],
+    "tests": [sys.executable, "-m", "pytest", "--quiet", "--durations=10", "-n", str(WORKERS), "--dist", "worksteal"],
 }
 
 
@@ -27,7 +28,7 @@ def main(names: list[str]) -> int:
     if unknown:
         print(f"unknown check {unknown[0]!r}; there are: {', '.join(CHECKS)}", file=sys.stderr)
         return 2
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # threads beyond the cores slow small tensors down
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # one worker a core, one thread a worker
     failed = []
     start = time.monotonic()
     for name in names or CHECKS:
