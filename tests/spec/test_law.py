@@ -24,7 +24,6 @@ VOCAB, NUM_DRAFTS, TRIALS = 6, 3, 40_000
 START = (1, 4)  # the token before the first anchor, and the anchor
 KINDS = {
     "plain": Params(),
-    "warm": Params(temperature=1.4),
     "top_k": Params(top_k=3),
     "top_p": Params(top_p=0.75),
     "min_p": Params(min_p=0.2),
@@ -58,7 +57,6 @@ PAIRS = {
     "near": make_pair(1.0, 0.9),
     "far": make_pair(1.5, 0.0),
     "peaked": make_pair(5.0, 0.5),
-    "flat": make_pair(0.1, 0.0),
     "reduced": make_pair(1.2, 0.6, (4, 0, 5, 2)),
     "one word": make_pair(1.0, 0.6, (3,)),
 }
@@ -155,9 +153,13 @@ def law_p_values(
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("caps", [False, True], ids=["whole block", "capped"])
-def test_output_follows_the_target(name: str, caps: bool) -> None:
-    p_values = law_p_values(PAIRS[name], caps=caps)
+def test_output_follows_the_target(name: str) -> None:
+    p_values = law_p_values(PAIRS[name])
+    assert min(p_values.values()) > 1e-4, p_values
+
+
+def test_capped_output_follows_the_target() -> None:
+    p_values = law_p_values(PAIRS["reduced"], caps=True)
     assert min(p_values.values()) > 1e-4, p_values
 
 
@@ -173,22 +175,20 @@ def without_filters(base: Tensor, logits: Tensor, rows: SamplingRows) -> Tensor:
     return probabilities(logits, make_rows([Params()], [0]).select(torch.zeros_like(rows.seed)))
 
 
-SAMPLED = {name: params for name, params in KINDS.items() if name != "greedy"}
-
-
 @pytest.mark.parametrize(
     ("fault", "kinds"),
     [
-        (Fault(claim=before_the_head), SAMPLED),
-        (Fault(claim=another_temperature), SAMPLED),
-        (Fault(claim=without_filters), {"top_k": KINDS["top_k"], "top_p": KINDS["top_p"], "min_p": KINDS["min_p"]}),
-        (Fault(draft_role=Role.ACCEPT), SAMPLED),
+        (Fault(claim=before_the_head), ("plain", "all")),
+        (Fault(claim=another_temperature), ("plain", "all")),
+        (Fault(claim=without_filters), ("top_p", "min_p")),
+        (Fault(draft_role=Role.ACCEPT), ("plain", "all")),
     ],
     ids=["law before the head", "law at another temperature", "law without filters", "one noise to draft and accept"],
 )
 @pytest.mark.parametrize("name", ["far", "reduced"])
-def test_a_biased_drafter_is_caught(name: str, fault: Fault, kinds: dict[str, Params]) -> None:
-    p_values = law_p_values(PAIRS[name], kinds, fault=fault)
+def test_a_biased_drafter_is_caught(name: str, fault: Fault, kinds: tuple[str, ...]) -> None:
+    p_values = law_p_values(PAIRS[name], {kind: KINDS[kind] for kind in (*kinds, "greedy")}, fault=fault)
+    del p_values["greedy"]  # takes no part in the bias, only in the batch
     assert max(p_values.values()) < 1e-6, p_values
 
 

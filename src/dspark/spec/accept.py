@@ -51,14 +51,13 @@ def _accept_greedy(
     tokens: Int64[Tensor, "B G"], logits: Float[Tensor, "B T V"], verify_lens: Int64[Tensor, " B"]
 ) -> Acceptance:
     best = argmax(logits)
+    finite = logits.gather(2, best.unsqueeze(2)).squeeze(2).isfinite()
+    best = torch.where(finite, best, -1)
     judged = torch.arange(tokens.shape[1], device=tokens.device) < verify_lens[:, None]
     run = ((tokens == best[:, :-1]) & judged).long().cumprod(1).sum(1)
     # Where the cap cuts the run, the argmax of the last row is the draft it accepted.
     correct_len = torch.minimum(run, verify_lens - 1)
-    bonus = best.gather(1, correct_len.unsqueeze(1))
-    requests = torch.arange(len(run), device=run.device)
-    deciding = logits[requests, correct_len].gather(1, bonus).squeeze(1)
-    return Acceptance(correct_len, torch.where(deciding.isfinite(), bonus.squeeze(1), -1))
+    return Acceptance(correct_len, best.gather(1, correct_len.unsqueeze(1)).squeeze(1))
 
 
 def _accept_sampled(

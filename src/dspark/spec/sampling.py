@@ -47,7 +47,8 @@ def probabilities(logits: Float[Tensor, "B N V"], rows: SamplingRows) -> Float32
     floor = _lowest_kept(probs, rows)
     if floor is not None:
         probs.mul_(_at_least(probs, floor))
-        probs.div_(probs.sum(-1, keepdim=True))
+        total = probs.sum(-1, keepdim=True, dtype=torch.float64).float()
+        probs.div_(torch.where(floor > 0, total, 1.0))  # a law without filters is the same in any batch
     if len(greedy):
         probs[greedy] = _one_hot_argmax(logits[greedy])
     return probs
