@@ -130,6 +130,12 @@ class Trainer:
             raise CheckpointError(
                 f"{self.settings.output}: holds a run with other settings; choose another output or restore its recipe"
             )
+        ours, theirs = self.drafter.token_ids, state["token_ids"]
+        if (ours is None) != (theirs is None) or (ours is not None and not torch.equal(ours, theirs)):
+            raise CheckpointError(
+                f"{self.settings.output}: was trained on another draft vocabulary; has the cache changed? "
+                "Restore it, or choose another output and set init_from"
+            )
         self.drafter.load_state_dict(state["drafter"])
         self.drafter.backbone.feature_scale.copy_(state["feature_scale"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -1,0 +1,157 @@
+"""The release layout: read strictly, written whole, and the public files' exact names and shapes load unchanged."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dspark.drafters.dspark import Drafter
+from dspark.drafters.layouts.deepspec import read_drafter, write_drafter
+from dspark.errors import CheckpointError
+from dspark.models.decoder import Decoder
+
+WEIGHTS = "model.safetensors"
+
+
+def public_release(path: Path, target: Decoder, head: str = "vanilla") -> dict[str, torch.Tensor]:
+    """A synthetic file with the names and (scaled) shapes of deepseek-ai/dspark_qwen3_4b_block7."""
+    h, v, r, m, inner, d = 32, 40, 8, 3, 48, 8
+    config = {
+        "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "attention_bias": False, "attention_dropout": 0.0,
+        "block_size": 7, "bos_token_id": 1, "confidence_head_with_markov": True, "dtype": "bfloat16",
+        "enable_confidence_head": True, "eos_token_id": 2, "head_dim": d, "hidden_act": "silu", "hidden_size": h,
+        "initializer_range": 0.02, "intermediate_size": inner, "layer_types": ["full_attention"] * 5,
+        "markov_head_type": head, "markov_rank": r, "mask_token_id": 3, "max_position_embeddings": 128,
+        "max_window_layers": 4, "num_anchors": 512, "num_attention_heads": 4, "num_hidden_layers": 5,
+        "num_key_value_heads": 2, "num_target_layers": 4, "rms_norm_eps": 1e-6, "rope_scaling": None,
+        "rope_theta": 1000000, "sliding_window": None, "target_layer_ids": [0, 1, 2], "tie_word_embeddings": False,
+        "use_cache": True, "use_sliding_window": False, "vocab_size": v,
+    }  # fmt: skip
+    shapes = {
+        "fc.weight": (h, m * h), "hidden_norm.weight": (h,), "norm.weight": (h,),
+        "markov_head.markov_w1.weight": (v, r), "markov_head.markov_w2.weight": (v, r),
+        "confidence_head.proj.weight": (1, h + r), "confidence_head.proj.bias": (1,),
+    }  # fmt: skip
+    if head == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (r, h + r), "markov_head.gate_proj.bias": (r,)}
+    if head == "rnn":
+        shapes |= {"markov_head.joint_proj.weight": (3 * r, 2 * r + h), "markov_head.joint_proj.bias": (3 * r,)}
+    for n in range(5):
+        at = f"layers.{n}."
+        shapes |= {
+            at + "input_layernorm.weight": (h,), at + "post_attention_layernorm.weight": (h,),
+            at + "self_attn.q_proj.weight": (4 * d, h), at + "self_attn.k_proj.weight": (2 * d, h),
+            at + "self_attn.v_proj.weight": (2 * d, h), at + "self_attn.o_proj.weight": (h, 4 * d),
+            at + "self_attn.q_norm.weight": (d,), at + "self_attn.k_norm.weight": (d,),
+            at + "mlp.gate_proj.weight": (inner, h), at + "mlp.up_proj.weight": (inner, h),
+            at + "mlp.down_proj.weight": (h, inner),
+        }  # fmt: skip
+    torch.manual_seed(5)
+    tensors = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    tensors["embed_tokens.weight"] = target.embed_tokens.weight.bfloat16()
+    tensors["lm_head.weight"] = target.lm_head.weight.bfloat16()
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / WEIGHTS)
+    return tensors
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_public_layout_loads_unchanged(target: Decoder, tmp_path: Path, head: str) -> None:
+    tensors = public_release(tmp_path / "release", target, head)
+    drafter = read_drafter(tmp_path / "release", target)
+    assert drafter.config.num_drafts == 7
+    assert drafter.config.sample_from_anchor
+    assert drafter.config.block_attention == "bidirectional"
+    for name, value in drafter.named_parameters():
+        assert torch.equal(value, tensors[name.removeprefix("backbone.")].float()), name
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        {"draft_vocab_size": 17, "sample_from_anchor": False, "block_attention": "causal"},
+        {
+            "algorithm": "dflash",
+            "markov_rank": 0,
+            "enable_confidence_head": False,
+            "confidence_head_with_markov": False,
+        },
+        {"sliding_window": 5, "layer_types": ("sliding_attention", "full_attention"), "markov_head_type": "rnn"},
+    ],
+)
+def test_round_trip(
+    make_drafter: Callable[..., Drafter], target: Decoder, tmp_path: Path, variant: dict[str, object]
+) -> None:
+    drafter = make_drafter(**variant)
+    write_drafter(drafter, tmp_path / "d", torch.float32, {"target_digest": "abc"})
+    again = read_drafter(tmp_path / "d", target, "abc")
+    assert again.config == drafter.config.replace(layer_types=again.config.layer_types)
+    for name, value in drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    if drafter.token_ids is not None:
+        assert again.token_ids is not None
+        assert torch.equal(again.token_ids, drafter.token_ids)
+
+
+def test_feature_scale_is_folded_into_fc(make_drafter: Callable[..., Drafter], target: Decoder, tmp_path: Path) -> None:
+    drafter = make_drafter()
+    drafter.backbone.feature_scale.uniform_(0.1, 3.0)
+    write_drafter(drafter, tmp_path / "d", torch.float32)
+    features = torch.randn(6, 3, 32)
+    torch.testing.assert_close(
+        read_drafter(tmp_path / "d", target).backbone.project_context(features),
+        drafter.backbone.project_context(features),
+    )
+
+
+def damaged(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(path / WEIGHTS)
+    change(tensors)
+    save_file(tensors, path / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("norm.weight"), "missing tensor norm.weight"),
+        (lambda t: t.update(stray=torch.ones(1)), "unexpected tensor stray"),
+        (lambda t: t.update({"norm.weight": torch.ones(5)}), r"norm.weight is \(5,\)"),
+        (lambda t: t.pop("d2t"), "d2t is missing"),
+        (lambda t: t.update(d2t=torch.zeros_like(t["d2t"]).fill_(99)), "d2t leaves the vocabulary"),
+        (lambda t: t.update(t2d=torch.ones_like(t["t2d"])), "t2d and d2t disagree"),
+        (lambda t: t.update({"lm_head.weight": torch.ones(17, 32)}), "lm_head.weight is not the target's"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    make_drafter: Callable[..., Drafter], target: Decoder, tmp_path: Path,
+    change: Callable[[dict[str, torch.Tensor]], object], message: str,
+) -> None:  # fmt: skip
+    write_drafter(make_drafter(draft_vocab_size=17), tmp_path / "d")
+    damaged(tmp_path / "d", change)
+    with pytest.raises(CheckpointError, match=message):
+        read_drafter(tmp_path / "d", target)
+
+
+def test_another_target_truncation_and_absence(
+    make_drafter: Callable[..., Drafter], target: Decoder, tmp_path: Path
+) -> None:
+    write_drafter(make_drafter(), tmp_path / "d", provenance={"target": "some-model", "target_digest": "abc"})
+    with pytest.raises(CheckpointError, match="trained for some-model"):
+        read_drafter(tmp_path / "d", target, "xyz")
+    data = (tmp_path / "d" / WEIGHTS).read_bytes()
+    (tmp_path / "d" / WEIGHTS).write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match="damaged or truncated"):
+        read_drafter(tmp_path / "d", target)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_drafter(tmp_path / "nowhere", target)
+
+
+def test_an_unknown_architecture_lists_the_known(tmp_path: Path, target: Decoder) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["FooDraft"]}))
+    with pytest.raises(CheckpointError, match="Qwen3DSparkModel"):
+        read_drafter(tmp_path, target)
