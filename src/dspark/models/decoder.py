@@ -104,7 +104,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         table = torch.empty(config.vocab_size, config.hidden_size).uniform_(-0.05, 0.05)  # normal_ is slow on meta
-        self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -115,7 +115,8 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights and of the residual stream."""
-        return self.embed_tokens.weight.dtype
+        dtype: torch.dtype = self.embed_tokens.weight.dtype
+        return dtype
 
     @property
     def lm_head_weight(self) -> Tensor:

@@ -9,14 +9,20 @@ from dspark.errors import CheckpointError
 
 Tokenizer = PreTrainedTokenizerFast
 
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face directory. Raises `CheckpointError` when it is missing or damaged."""
+    """Load the tokenizer of a Hugging Face directory or GGUF file.
+
+    Raises `CheckpointError` when it is missing, damaged, or exists only in a slow form.
+    """
     path = Path(path)
-    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+    directory, options = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
+    if not options and not any((path / name).exists() for name in _FILES):
         raise CheckpointError(f"{path}: holds no tokenizer (tokenizer.json)")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, **options)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: the tokenizer cannot be read ({error})") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
