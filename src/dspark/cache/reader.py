@@ -28,7 +28,7 @@ class CacheReader:
 
     Reading copies nothing: the tensors are views of the files, and writing to them changes this process's copy only.
     With `verify`, the checksum of a sample is compared when it is read for the first time (version 3).
-    Raises `CacheError` when files are missing or disagree, and for a truncated or damaged sample naming it and its shard.
+    Raises `CacheError` when files are missing or disagree, and for a damaged sample naming it and its shard.
     """
 
     def __init__(self, path: str | Path, verify: bool = True) -> None:

@@ -23,6 +23,7 @@ class Prompt:
 
     id: str
     source: str
+    path: Path
     turns: tuple[str, ...]
     system: str | None = None
 
@@ -34,10 +35,10 @@ def read_prompts(paths: Iterable[str | Path], skip_bad: bool = False) -> Iterato
     file for a malformed row, and when one id comes twice; rows without a user turn are left out and counted.
     """
     seen: set[str] = set()
-    for path in paths:
+    for path in map(Path, paths):
         empty = 0
         for number, conversation in enumerate(read_conversations([path], skip_bad), start=1):
-            prompt = _prompt(conversation, default_id=f"{Path(path).stem}:{number}")
+            prompt = _prompt(conversation, path, number)
             if prompt is None:
                 empty += 1
                 continue
@@ -49,13 +50,13 @@ def read_prompts(paths: Iterable[str | Path], skip_bad: bool = False) -> Iterato
             _log.warning("%s: skipped %d rows without a user turn", path, empty)
 
 
-def _prompt(conversation: Conversation, default_id: str) -> Prompt | None:
+def _prompt(conversation: Conversation, path: Path, number: int) -> Prompt | None:
     turns = tuple(m.content for m in conversation.messages if m.role == "user" and m.content.strip())
     if not turns:
         return None
     first = conversation.messages[0]
     system = first.content if first.role == "system" else None
-    return Prompt(conversation.id or default_id, conversation.source, turns, system)
+    return Prompt(conversation.id or f"{path.stem}:{number}", conversation.source, path, turns, system)
 
 
 def normalise(text: str) -> str:

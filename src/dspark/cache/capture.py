@@ -1,0 +1,93 @@
+"""The target's states for whole rows: batched prefill with a KV cache of its own.
+
+Shapes: B rows, T tokens of the longest, m tapped layers, H hidden size.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dspark.cache.format import Sample
+from dspark.models.attention import AttentionBatch
+from dspark.models.decoder import Decoder
+from dspark.models.kv_cache import PagedKVCache
+
+_BLOCK_SIZE = 64  # tokens
+_LOGIT_ROWS = 256  # rows of logits over the whole vocabulary that exist at once
+
+
+class Capture:
+    """Runs rows of unequal lengths through a decoder and returns their states as samples.
+
+    Keeps its KV cache between calls, grown to the largest batch so far.
+    """
+
+    def __init__(self, decoder: Decoder, taps: tuple[int, ...], log_normalizer: bool) -> None:
+        self._decoder = decoder
+        self._taps = taps
+        self._log_normalizer = log_normalizer
+        self._cache: PagedKVCache | None = None
+
+    @torch.inference_mode()
+    def __call__(self, rows: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> list[Sample]:
+        """Return the samples of rows (sample id, token ids, loss mask), in their order."""
+        lengths = [len(token_ids) for _, token_ids, _ in rows]
+        device = self._decoder.embed_tokens.weight.device
+        padded = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
+        for row, (_, token_ids, _) in zip(padded, rows, strict=True):
+            row[: len(token_ids)] = torch.tensor(token_ids)
+        tables, num_blocks = _block_tables(lengths)
+        positions = torch.arange(padded.shape[1], device=device).expand(len(rows), -1)
+        batch = AttentionBatch.build(positions, lengths, tables, _BLOCK_SIZE)
+        output = self._decoder(padded.to(device), batch, self._room(num_blocks), self._taps)
+        samples = []
+        for index, (sample_id, token_ids, loss_mask) in enumerate(rows):
+            last = output.hidden[index, : lengths[index]].to(torch.bfloat16)
+            mask = torch.tensor(loss_mask, dtype=torch.uint8)
+            sample = Sample(
+                sample_id=sample_id,
+                token_ids=torch.tensor(token_ids, dtype=torch.int32),
+                attention_mask=torch.ones(len(token_ids), dtype=torch.uint8),
+                loss_mask=mask,
+                features=output.taps[index, : lengths[index]].to("cpu", torch.bfloat16),
+                last_hidden=last.cpu(),
+                log_normalizer=self._normalizers(last, mask) if self._log_normalizer else None,
+            )
+            samples.append(sample)
+        return samples
+
+    def logits(self, last_hidden: Tensor) -> Tensor:
+        """The target's logits f32 [N, V] from states [N, H] before the final norm, as they are stored."""
+        return self._decoder.logits(last_hidden.to(self._decoder.dtype)).float()
+
+    def _normalizers(self, last_hidden: Tensor, mask: Tensor) -> Tensor:
+        """The logsumexp f32 [S] of the logits of the stored states where the next token is supervised, else NaN."""
+        found = torch.full((len(mask),), float("nan"))
+        positions = supervised_next(mask)
+        for start in range(0, len(positions), _LOGIT_ROWS):
+            chunk = positions[start : start + _LOGIT_ROWS]
+            found[chunk] = self.logits(last_hidden[chunk.to(last_hidden.device)]).logsumexp(-1).cpu()
+        return found
+
+    def _room(self, num_blocks: int) -> PagedKVCache:
+        if self._cache is None or self._cache.num_blocks < num_blocks:
+            self._cache = None  # free the old one first
+            self._cache = self._decoder.new_cache(num_blocks, _BLOCK_SIZE)
+        return self._cache
+
+
+def supervised_next(loss_mask: Tensor) -> Tensor:
+    """Positions i64 [N] whose next token is supervised."""
+    return loss_mask[1:].nonzero().squeeze(1)
+
+
+def _block_tables(lengths: list[int]) -> tuple[list[list[int]], int]:
+    """Give each row its own run of blocks; returns the tables and how many blocks there must be, block 0 counted."""
+    tables: list[list[int]] = []
+    used = 1
+    for length in lengths:
+        count = -(-length // _BLOCK_SIZE)
+        tables.append(list(range(used, used + count)))
+        used += count
+    return tables, used
