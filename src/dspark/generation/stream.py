@@ -1,0 +1,68 @@
+"""Many requests through one engine, handed back as they finish."""
+
+import hashlib
+from collections.abc import Generator, Iterable
+from typing import Protocol, TypeVar
+
+from dspark.engine.engine import Engine
+from dspark.engine.request import Completion, SamplingParams
+from dspark.errors import DataError, DsparkError, RequestError
+
+
+class Task(Protocol):
+    """Something that takes one request or several, one after the other."""
+
+    def request(self) -> tuple[list[int], SamplingParams]:
+        """The next prompt and how to answer it."""
+
+    def take(self, completion: Completion) -> bool:
+        """Take the answer; say whether the task is done."""
+
+    def refuse(self, error: DsparkError) -> None:
+        """The next request cannot be made or served: the task is done. May raise the error instead."""
+
+
+T = TypeVar("T", bound=Task)
+
+
+def run_tasks(engine: Engine, tasks: Iterable[T]) -> Generator[T, None, None]:
+    """Yield each task when it is done, keeping the engine's batch full; a closed iterator aborts what is running."""
+    waiting = iter(tasks)
+    live: dict[str, T] = {}
+    at_once = 2 * engine.settings.max_batch  # one batch decodes, one waits to fill its gaps
+    try:
+        while True:
+            while len(live) < at_once and (task := next(waiting, None)) is not None:
+                if not _start(engine, task, live):
+                    yield task
+            if not live:
+                return
+            for output in engine.step():
+                if output.completion is None:
+                    continue
+                task = live.pop(output.request_id)
+                if task.take(output.completion) or not _start(engine, task, live):
+                    yield task
+    finally:
+        for request_id in live:
+            engine.abort(request_id)
+
+
+def _start(engine: Engine, task: T, live: dict[str, T]) -> bool:
+    """Submit the task's next request; False when it was refused."""
+    try:
+        live[engine.submit(*task.request())] = task
+    except (RequestError, DataError) as error:
+        task.refuse(error)
+        return False
+    return True
+
+
+def draw(*names: object) -> float:
+    """A number in [0, 1) that depends on the names alone."""
+    return draw_integer(*names) / 2**64
+
+
+def draw_integer(*names: object) -> int:
+    """An integer in [0, 2**64) that depends on the names alone: the seed of one request."""
+    return int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:8], "little")
