@@ -18,7 +18,8 @@ def test_a_single_request_grows_in_one_run():
     table: list[int] = []
     for size in range(1, 20):
         assert allocator.extend(table, size)
-    assert consecutive(table) and allocator.num_free == 0
+    assert consecutive(table)
+    assert allocator.num_free == 0
     assert not allocator.extend(table, 20)
     allocator.check_integrity([table])
 
@@ -28,8 +29,10 @@ def test_two_requests_have_room_to_grow_side_by_side():
     first: list[int] = []
     second: list[int] = []
     for size in range(1, 20):
-        assert allocator.extend(first, size) and allocator.extend(second, size)
-    assert consecutive(first) and consecutive(second)
+        assert allocator.extend(first, size, expected=20)
+        assert allocator.extend(second, size, expected=20)
+    assert consecutive(first)
+    assert consecutive(second)
 
 
 def test_nothing_is_taken_when_there_are_too_few():
@@ -37,7 +40,8 @@ def test_nothing_is_taken_when_there_are_too_few():
     table: list[int] = []
     assert allocator.extend(table, 3)
     assert not allocator.extend(table, 5)
-    assert len(table) == 3 and allocator.num_free == 1
+    assert len(table) == 3
+    assert allocator.num_free == 1
 
 
 def test_a_pool_needs_a_block_beside_the_reserved_one():

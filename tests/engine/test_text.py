@@ -55,8 +55,29 @@ def test_invalid_bytes_do_not_hold_the_text_for_ever():
     stream = TextStream(tokenizer.decode)
     for _ in range(100):
         stream.push([invalid])
+    assert stream.text == "\ufffd" * 97
     stream.push(tokenizer.encode("x").ids)
     assert stream.text == "\ufffd" * 100 + "x"
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_bytes_come_out_as_decoded_whole(data):
+    tokenizer = byte_level()
+    size = tokenizer.get_vocab_size()
+    pieces = data.draw(
+        st.lists(st.one_of(st.lists(st.integers(0, size - 1), max_size=5), st.sampled_from("aé東😀")), max_size=12)
+    )
+    ids = [i for piece in pieces for i in (tokenizer.encode(piece).ids if isinstance(piece, str) else piece)]
+    stream, at = TextStream(tokenizer.decode), 0
+    while at < len(ids):
+        chunk = data.draw(st.integers(1, 8))
+        stream.push(ids[at : at + chunk])
+        at += chunk
+    whole = tokenizer.decode(ids)
+    assert whole.startswith(stream.text)
+    assert set(whole[len(stream.text) :]) <= {"\ufffd"}
+    assert len(whole) - len(stream.text) <= 3
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 100])
@@ -72,7 +93,8 @@ def test_stop_string_is_cut_wherever_the_rounds_fall(chunk):
         deltas.append(delta)
         if stream.stopped:
             break
-    assert stream.stopped and stream.text == "".join(deltas) == "one two "
+    assert stream.stopped
+    assert stream.text == "".join(deltas) == "one two "
     assert taken == len("one two three")
 
 
@@ -82,7 +104,8 @@ def test_text_that_may_start_a_stop_string_waits_and_comes_at_the_end():
     assert stream.push(tokenizer.encode("a </en").ids) == (6, "a ")
     assert stream.push(tokenizer.encode("x").ids) == (1, "</enx")
     assert stream.push(tokenizer.encode("y</").ids) == (3, "y")
-    assert stream.finish() == "</" and stream.text == "a </enxy</"
+    assert stream.finish() == "</"
+    assert stream.text == "a </enxy</"
 
 
 @settings(max_examples=150, deadline=None)

@@ -9,26 +9,28 @@ class BlockAllocator:
     """Hands out the blocks 1..num_blocks-1; block 0 takes the writes of padding rows and belongs to nobody.
 
     Blocks of one request are consecutive whenever the pool allows it, so that a batch of one reads its keys and values
-    as a view. A new request starts in the middle of the largest free run (or at its start when nothing lies before it),
-    which leaves room for its neighbour and for itself to grow.
+    as a view: a new request starts where a free run holds all it may need, behind the room of the one before it.
     """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             raise ConfigError(f"num_blocks is {num_blocks}: block 0 is reserved, so give at least 2")
         self._free = bytearray([0] + [1] * (num_blocks - 1))
+        self._next = 1  # where the room of the request that started last ends
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
 
-    def extend(self, table: list[int], num_blocks: int) -> bool:
-        """Grow a block table in place to `num_blocks` blocks; False, and nothing taken, if there are too few."""
-        missing = num_blocks - len(table)
-        if missing > self.num_free:
+    def extend(self, table: list[int], num_blocks: int, expected: int = 0) -> bool:
+        """Grow a block table in place to `num_blocks` blocks; False, and nothing taken, if there are too few.
+
+        `expected` is the size the table may reach, a hint for where to start a new one.
+        """
+        if num_blocks - len(table) > self.num_free:
             return False
-        for _ in range(missing):
-            block = table[-1] + 1 if table else self._start(num_blocks)
+        while len(table) < num_blocks:
+            block = table[-1] + 1 if table else self.num_blocks
             if block >= self.num_blocks or not self._free[block]:
-                block = self._start(num_blocks - len(table))
+                block = self._start(max(expected, num_blocks) - len(table))
             self._free[block] = 0
             self.num_free -= 1
             table.append(block)
@@ -50,16 +52,13 @@ class BlockAllocator:
         assert sorted(held + free) == list(range(1, self.num_blocks)), "a block is lost, shared, or reserved block 0"
 
     def _start(self, wanted: int) -> int:
-        """The first block for a run of `wanted` more blocks."""
-        start, length = max(self._free_runs(), key=lambda run: run[1])
-        return start if start == 1 else start + (length - wanted) // 2 if length > wanted else start
-
-    def _free_runs(self) -> list[tuple[int, int]]:
-        """(first block, length) of every maximal run of free blocks."""
-        runs, block = [], self._free.find(1)
-        while block >= 0:
-            end = self._free.find(0, block)
-            end = self.num_blocks if end < 0 else end
-            runs.append((block, end - block))
-            block = self._free.find(1, end)
-        return runs
+        """The first block of a free run of `wanted` blocks, or of any free run."""
+        if self.num_free == self.num_blocks - 1:
+            self._next = 1
+        for size in (wanted, 1):
+            for begin in (self._next, 1):
+                start = self._free.find(b"\1" * size, begin)
+                if start > 0:
+                    self._next = start + size
+                    return start
+        raise AssertionError("no free block")

@@ -47,6 +47,7 @@ class Engine:
         self.settings = settings = settings or EngineSettings()
         self.target = target
         self.drafter = drafter if settings.speculate else None
+        self.eos_token_ids = target.eos_token_ids
         self.limit = min(settings.max_length, target.config.max_position_embeddings)
         self.stats = EngineStats()
         window = num_window_positions(self.drafter)
@@ -65,7 +66,7 @@ class Engine:
             raise RequestError(f"request_id {request_id!r} is in use: give each live request its own")
         prompt_ids = list(prompt_ids)
         self._check_prompt(prompt_ids)
-        stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self.target.eos_token_ids)
+        stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self.eos_token_ids)
         request = Request(
             request_id=request_id,
             prompt_ids=prompt_ids,

@@ -61,7 +61,7 @@ class Completion:
         return spoken / self.rounds if self.rounds else None
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A live request. `token_ids` is the answer so far; its last one is the anchor, which has no KV yet.
 

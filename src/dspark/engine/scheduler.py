@@ -59,7 +59,7 @@ class Scheduler:
             needed = self._blocks(len(request.known_ids))
             if needed + len(self.running) > self.allocator.num_free:
                 break
-            self.allocator.extend(request.block_table, needed)
+            self.allocator.extend(request.block_table, needed, expected=self._blocks(request.max_positions))
             self.running.append(self.waiting.popleft())
             admitted.append(request)
         return admitted
@@ -69,13 +69,14 @@ class Scheduler:
 
         Returns the requests that run this round.
         """
-        for request in list(self.running):
-            while request in self.running and not self._grow(request):
+        served = 0
+        while served < len(self.running):
+            request = self.running[served]
+            if self.allocator.extend(request.block_table, self._blocks(request.seq_len)):
+                served += 1
+            else:
                 self._preempt(self.running[-1])
         return list(self.running)
-
-    def _grow(self, request: Request) -> bool:
-        return self.allocator.extend(request.block_table, self._blocks(request.seq_len))
 
     def _preempt(self, request: Request) -> None:
         self.allocator.release(request.block_table)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 _WINDOW = 16  # ids decoded again at each step before the window moves on
 _REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character (yet)
-_LONGEST_CHARACTER = 4  # bytes, so ids that may pass before it is whole; more, and the model wrote invalid bytes
+_LONGEST_CHARACTER = 4  # bytes, and so ids
 
 
 class TextStream:
@@ -75,12 +75,15 @@ class TextStream:
                 self._advance([token_id])
             return
         self._ids = self._ids + token_ids
-        held = unfinished and len(self._ids) - self._boundary < _LONGEST_CHARACTER
-        if held:
-            text = text.rstrip(_REPLACEMENT)
-        self._complete += text[self._decoded :]
-        self._decoded = max(self._decoded, len(text))
-        if not held:
+        if not unfinished:
+            whole = len(text)
+        elif len(self._ids) - self._boundary < _LONGEST_CHARACTER:
+            whole = len(text.rstrip(_REPLACEMENT))
+        else:  # bytes that stayed without meaning for so long are none of a character's
+            whole = len(self._decode(self._ids[: 1 - _LONGEST_CHARACTER]))
+        self._complete += text[self._decoded : whole]
+        self._decoded = max(self._decoded, whole)
+        if not unfinished:
             if len(self._ids) > _WINDOW and (kept := self._decode(self._ids[self._boundary :])):
                 self._ids, self._decoded = self._ids[self._boundary :], len(kept)
             self._boundary = len(self._ids)

@@ -1,0 +1,129 @@
+"""Whatever the drafter proposes, the answers follow the target's law: chi-square over the first three tokens."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+
+import dspark.engine.round
+import dspark.spec.accept
+from dspark.engine.config import EngineSettings
+from dspark.engine.engine import Engine
+from dspark.engine.request import SamplingParams
+from dspark.spec.sampling import Role, uniform
+
+VOCAB = 8
+PROMPT = [3, 1, 5]
+POSITIONS = 3
+PLAIN = SamplingParams(max_tokens=6, temperature=1.0, ignore_eos=True)
+FILTERED = {
+    "top_k": PLAIN.replace(top_k=4),
+    "top_p": PLAIN.replace(top_p=0.7),
+    "min_p": PLAIN.replace(min_p=0.2),
+    "all": PLAIN.replace(top_k=6, top_p=0.9, min_p=0.05, temperature=0.7),
+}
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
+TRIALS = 40_000
+
+
+@pytest.fixture(scope="module")
+def pair(make_model, make_drafter):
+    """A target over eight tokens, and a drafter with laws of its own that often, not always, agree."""
+    target, reference = make_model("llama", vocab_size=VOCAB, num_hidden_layers=2, initializer_range=0.12)
+    return target, make_drafter(target.decoder, target_layer_ids=(0,), num_hidden_layers=1), reference
+
+
+def filtered(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """The law of one row, written down the long way."""
+    p = np.exp((logits - logits.max()) / params.temperature)
+    p /= p.sum()
+    p = np.where(p >= params.min_p * p.max(), p, 0)
+    if params.top_k:
+        p = np.where(p >= np.sort(p)[-params.top_k], p, 0)
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")
+    kept = np.cumsum(p[order]) - p[order] < params.top_p
+    p[order[~kept]] = 0
+    return p / p.sum()
+
+
+def exact_law(reference, params: SamplingParams) -> np.ndarray:
+    """P of every triple of first tokens, [V ** 3], from the transformers model."""
+    prefixes = torch.tensor([[*PROMPT, *pair] for pair in itertools.product(range(VOCAB), repeat=2)])
+    with torch.inference_mode():
+        logits = reference(prefixes).logits.double().numpy()  # [V * V, 5, V]
+    law = np.zeros((VOCAB, VOCAB, VOCAB))
+    for (a, b), rows in zip(itertools.product(range(VOCAB), repeat=2), logits, strict=True):
+        first, second, third = (filtered(rows[i], params) for i in (2, 3, 4))
+        law[a, b] = first[a] * second[b] * third
+    return law.reshape(-1)
+
+
+def p_value(counts: np.ndarray, law: np.ndarray) -> float:
+    """Chi-square, with the cells that are expected fewer than five times taken together."""
+    assert counts[law == 0].sum() == 0, "a token came out that the filters exclude"
+    expected = law * counts.sum()
+    small = (expected < 5) & (law > 0)
+    cells, seen = expected[expected >= 5], counts[expected >= 5]
+    if expected[small].sum() > 1:
+        cells, seen = np.append(cells, expected[small].sum()), np.append(seen, counts[small].sum())
+    return float(chi2.sf(((seen - cells) ** 2 / cells).sum(), len(cells) - 1))
+
+
+def draw(pair, kinds: list[SamplingParams], trials: int) -> list[np.ndarray]:
+    """Answer `trials` requests of each kind, all kinds mixed with greedy rows in the same batches."""
+    target, drafter, _ = pair
+    settings = EngineSettings(max_batch=512, max_length=16, block_size=4, prefill_tokens=2048)
+    engine = Engine(target, drafter, settings)
+    params = [kind.replace(seed=seed) for seed in range(trials) for kind in kinds]
+    params += [GREEDY] * (len(params) // 50)
+    order = np.random.default_rng(0).permutation(len(params))
+    done = engine.generate([PROMPT] * len(params), [params[i] for i in order])
+    answers = {int(i): completion.token_ids for i, completion in zip(order, done, strict=True)}
+    greedy = {tuple(answers[i]) for i in range(len(kinds) * trials, len(params))}
+    assert len(greedy) == 1
+    assert engine.stats.accepted_length is not None
+    assert 1.4 < engine.stats.accepted_length < 3.5
+    counts = []
+    for k in range(len(kinds)):
+        seen = Counter(tuple(answers[i][:POSITIONS]) for i in range(k, len(kinds) * trials, len(kinds)))
+        counts.append(np.array([seen[triple] for triple in itertools.product(range(VOCAB), repeat=POSITIONS)]))
+    return counts
+
+
+def test_first_three_tokens_follow_the_target(pair):
+    (counts,) = draw(pair, [PLAIN], TRIALS)
+    assert p_value(counts, exact_law(pair[2], PLAIN)) > 1e-3
+
+
+def test_filters_follow_the_target(pair):
+    kinds = list(FILTERED.values())
+    for counts, params in zip(draw(pair, kinds, TRIALS // len(kinds)), kinds, strict=True):
+        assert p_value(counts, exact_law(pair[2], params)) > 1e-3, params
+
+
+def test_a_wrong_q_is_noticed(pair, monkeypatch):
+    """Planted: the drafts were drawn from another law than acceptance is told (a temperature of 1.5 on q)."""
+    accept = dspark.engine.round.accept
+
+    def biased(block, *rest):
+        q = block.probs.sqrt()
+        return accept(block._replace(probs=q / q.sum(-1, keepdim=True)), *rest)
+
+    monkeypatch.setattr(dspark.engine.round, "accept", biased)
+    (counts,) = draw(pair, [PLAIN], TRIALS)
+    assert p_value(counts, exact_law(pair[2], PLAIN)) < 1e-9
+
+
+def test_shared_noise_is_noticed(pair, monkeypatch):
+    """Planted: acceptance reads the number that drew the draft."""
+
+    def shared(seed, position, role):
+        return uniform(seed, position, Role.DRAFT if role == Role.ACCEPT else role)
+
+    monkeypatch.setattr(dspark.spec.accept, "uniform", shared)
+    (counts,) = draw(pair, [PLAIN], TRIALS)
+    assert p_value(counts, exact_law(pair[2], PLAIN)) < 1e-9
