@@ -152,14 +152,21 @@ def law_p_values(
     }
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_output_follows_the_target(name: str) -> None:
-    p_values = law_p_values(PAIRS[name])
+SOME_KINDS = {name: KINDS[name] for name in ("plain", "all", "greedy")}
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [("far", KINDS), ("peaked", KINDS), ("reduced", KINDS), ("near", SOME_KINDS), ("one word", SOME_KINDS)],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} kinds",
+)
+def test_output_follows_the_target(name: str, kinds: dict[str, Params]) -> None:
+    p_values = law_p_values(PAIRS[name], kinds)
     assert min(p_values.values()) > 1e-4, p_values
 
 
 def test_capped_output_follows_the_target() -> None:
-    p_values = law_p_values(PAIRS["reduced"], caps=True)
+    p_values = law_p_values(PAIRS["reduced"], SOME_KINDS, caps=True)
     assert min(p_values.values()) > 1e-4, p_values
 
 

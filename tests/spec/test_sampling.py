@@ -30,7 +30,7 @@ def one_law(logits: torch.Tensor, params: Params) -> torch.Tensor:
     return probabilities(logits.view(1, 1, -1), make_rows([params], [0]))[0, 0]
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @given(
     st.lists(PARAMS, min_size=1, max_size=4),
     st.integers(1, 3),
