@@ -10,27 +10,25 @@ ALWAYS_LIGHT = ["dspark.errors", "dspark.log", "dspark.files", "dspark.cli"]
 
 PROBE = f"""
 import importlib, sys
-importlib.import_module(sys.argv[1])
-print(*sorted({HEAVY!r} & sys.modules.keys()))
+seen = set()
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        print(f"{{name}}: cannot be imported: {{error}}")
+    heavy = {HEAVY!r} & sys.modules.keys() - seen
+    seen |= heavy
+    if heavy:
+        print(f"{{name}}: imports {{', '.join(sorted(heavy))}}")
 """
 
 
 def main() -> int:
-    """Import each module in a process of its own, print which heavy libraries came along, return 1 if any did."""
-    configs = [_module(path) for path in sorted(SOURCE.rglob("config.py"))]
-    modules = [*ALWAYS_LIGHT, *configs]
-    failed = False
-    for module in modules:
-        probe = subprocess.run([sys.executable, "-c", PROBE, module], capture_output=True, text=True, check=False)
-        if probe.returncode != 0:
-            failed = True
-            print(f"{module}: cannot be imported: {probe.stderr.strip().splitlines()[-1]}")
-        elif heavy := probe.stdout.strip():
-            failed = True
-            print(f"{module}: imports {heavy}")
-    if not failed:
-        print(f"{len(modules)} modules import without {', '.join(sorted(HEAVY))}")
-    return 1 if failed else 0
+    """Import the modules in a fresh process, print which brought a heavy library along, return 1 if any did."""
+    modules = [*ALWAYS_LIGHT, *(_module(path) for path in sorted(SOURCE.rglob("config.py")))]
+    probe = subprocess.run([sys.executable, "-c", PROBE, *modules], stdout=subprocess.PIPE, text=True, check=True)
+    print(probe.stdout or f"{len(modules)} modules import without {', '.join(sorted(HEAVY))}\n", end="")
+    return 1 if probe.stdout else 0
 
 
 def _module(path: Path) -> str:
