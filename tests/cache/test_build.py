@@ -169,3 +169,8 @@ def test_a_faulty_capture_stops_the_build(target: Target, tmp_path: Path, monkey
     with pytest.raises(CacheError, match="target's own"):
         build_cache(target, make_rows(12), settings(tmp_path))
     assert not (tmp_path / "cache" / "manifest.json").exists()
+
+
+def test_the_recipe_loads() -> None:
+    recipe = CacheSettings.from_toml(Path(__file__).parents[2] / "recipes" / "cache.toml")
+    assert -1 <= min(recipe.target_layer_ids) < max(recipe.target_layer_ids) < 29
