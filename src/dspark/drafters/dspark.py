@@ -121,7 +121,8 @@ class Drafter(nn.Module):
                 choice = logits.argmax(dim=-1)
             else:
                 law = probabilities(logits[:, None], rows)[:, 0]
-                choice = categorical(law, uniform(rows.seed, seq_lens + 1 + k, Role.DRAFT))
+                # -1 marks a law that is not one (NaN): any token will do, since the verifier then draws from p alone.
+                choice = categorical(law, uniform(rows.seed, seq_lens + 1 + k, Role.DRAFT)).clamp_min(0)
                 probs.append(law)
             prev = choice if self.token_ids is None else self.token_ids[choice]
             tokens.append(prev)

@@ -84,6 +84,14 @@ def feature_scale(samples: SampleSource) -> Tensor:
 
 
 @torch.no_grad()
+def adapt_scale(drafter: Drafter, samples: SampleSource) -> None:
+    """Divide features by their spread and multiply `fc` by it: the same function, better conditioned for training."""
+    scale = feature_scale(samples)
+    drafter.backbone.fc.weight.mul_(drafter.backbone.feature_scale / scale)
+    drafter.backbone.feature_scale.copy_(scale)
+
+
+@torch.no_grad()
 def initialise(drafter: Drafter, generator: torch.Generator) -> None:
     """Small random matrices; residual outputs shrunk with depth; the Markov embedding starts from the target's own."""
     config, backbone = drafter.config, drafter.backbone

@@ -51,7 +51,8 @@ class TrainSettings(Settings):
 
     target: str = "smollm2-135m"
     cache: tuple[Path, ...]
-    output: Path
+    out: Path
+    """Directory of states, metrics and the servable drafter; a run found there is continued."""
     drafter: DrafterShape
     loss: LossMix = LossMix()
     init_from: Path | None = None
@@ -79,3 +80,7 @@ class TrainSettings(Settings):
     log_every: int = Field(10, gt=0)
     num_threads: int | None = None
     """CPU threads; None: torch's default."""
+
+    def identity(self) -> str:
+        """A digest of what decides the losses; runs with the same one may continue each other."""
+        return self.replace(out=Path(), cache=(), save_every=1, log_every=1, num_threads=None).digest()

@@ -29,7 +29,7 @@ class Trainer:
     """Trains `drafter` on `samples` as `settings` say; `target` lends its final norm, embedding and LM head.
 
     `export(drafter, directory)` writes a servable checkpoint; it is called beside every training state. A run that
-    finds a state under `settings.output` continues it, with the losses the uninterrupted run would have had.
+    finds a state under `settings.out` continues it, with the losses the uninterrupted run would have had.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Trainer:
     def run(self) -> None:
         """Train to the last step, saving on the way, at the end, and when interrupted."""
         self.resume()
-        log = MetricLog(self.settings.output, self.step)
+        log = MetricLog(self.settings.out, self.step)
         with progress(self.total_steps, "train", "step", initial=self.step) as bar, log:
             try:
                 while self.step < self.total_steps and not self.stop_requested:
@@ -112,28 +112,28 @@ class Trainer:
         state = {
             "step": self.step,
             "total_steps": self.total_steps,
-            "settings": self.settings.digest(),
+            "settings": self.settings.identity(),
             "drafter": self.drafter.state_dict(),
             "feature_scale": self.drafter.backbone.feature_scale,
             "token_ids": self.drafter.token_ids,
             "optimizer": self.optimizer.state_dict(),
         }
-        save_state(self.settings.output / "states", self.step, state)
-        self.export(self.drafter, self.settings.output / "last")
+        save_state(self.settings.out / "states", self.step, state)
+        self.export(self.drafter, self.settings.out / "last")
 
     def resume(self) -> None:
         """Continue from the newest state, if there is one. Raises CheckpointError when its settings differ."""
-        state = load_latest(self.settings.output / "states")
+        state = load_latest(self.settings.out / "states")
         if state is None:
             return
-        if state["settings"] != self.settings.digest():
+        if state["settings"] != self.settings.identity():
             raise CheckpointError(
-                f"{self.settings.output}: holds a run with other settings; choose another output or restore its recipe"
+                f"{self.settings.out}: holds a run with other settings; choose another output or restore its recipe"
             )
         ours, theirs = self.drafter.token_ids, state["token_ids"]
         if (ours is None) != (theirs is None) or (ours is not None and not torch.equal(ours, theirs)):
             raise CheckpointError(
-                f"{self.settings.output}: was trained on another draft vocabulary; has the cache changed? "
+                f"{self.settings.out}: was trained on another draft vocabulary; has the cache changed? "
                 "Restore it, or choose another output and set init_from"
             )
         self.drafter.load_state_dict(state["drafter"])

@@ -1,0 +1,150 @@
+"""The command line: one subcommand a stage. Parses, then calls one function, which alone imports torch."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from dspark.cache.config import CacheSettings
+from dspark.config import Settings, read_toml
+from dspark.console.config import ChatOptions, DemoOptions, GenerateOptions
+from dspark.errors import ConfigError, DsparkError
+from dspark.generation.config import RegenerateSettings, SynthesizeSettings
+from dspark.log import configure_logging
+from dspark.training.config import TrainSettings
+
+Recipe = Annotated[Path, tyro.conf.Positional]
+Overrides = Annotated[tuple[str, ...], tyro.conf.Positional]
+S = TypeVar("S", bound=Settings)
+
+
+def generate(options: Annotated[GenerateOptions, tyro.conf.arg(name="")]) -> None:
+    """Answer one prompt with speculative decoding.
+
+    Example: dspark generate "Write a haiku about rivers." --temperature 0.7 --seed 1
+    """
+    from dspark.console.generate import generate as run
+
+    run(options)
+
+
+def chat(options: Annotated[ChatOptions, tyro.conf.arg(name="")]) -> None:
+    """Talk with the target over several turns; /reset forgets them, /exit or Ctrl-D ends.
+
+    Example: dspark chat --temperature 0.7
+    """
+    from dspark.console.generate import chat as run
+
+    run(options)
+
+
+def demo(options: Annotated[DemoOptions, tyro.conf.arg(name="")]) -> None:
+    """Three prompts decoded plainly and with DSpark, side by side: the same text and the measured speed-up.
+
+    Example: dspark demo --max-tokens 96
+    """
+    from dspark.console.demo import demo as run
+
+    run(options)
+
+
+def synthesize(recipe: Recipe, overrides: Overrides = ()) -> None:
+    """Let the target write prompts.
+
+    Example: dspark synthesize recipes/synthesize.toml out=prompts.jsonl
+    """
+    settings = load_recipe(SynthesizeSettings, recipe, overrides)
+    from dspark.stages import synthesize as run
+
+    run(settings)
+
+
+def regenerate(recipe: Recipe, overrides: Overrides = ()) -> None:
+    """Let the target answer prompts; resumes where it stopped.
+
+    Example: dspark regenerate recipes/regenerate.toml out=answers.jsonl max_tokens=192
+    """
+    settings = load_recipe(RegenerateSettings, recipe, overrides)
+    from dspark.stages import regenerate as run
+
+    run(settings)
+
+
+def cache(recipe: Recipe, overrides: Overrides = ()) -> None:
+    """Store the target's hidden states over answered conversations.
+
+    Example: dspark cache recipes/cache.toml out=features
+    """
+    settings = load_recipe(CacheSettings, recipe, overrides)
+    from dspark.stages import build_cache as run
+
+    run(settings)
+
+
+def train(recipe: Recipe, overrides: Overrides = ()) -> None:
+    """Train a drafter on cached features; resumes where it stopped.
+
+    Example: dspark train recipes/train-smollm2-135m.toml out=runs/first max_steps=200
+    """
+    settings = load_recipe(TrainSettings, recipe, overrides)
+    from dspark.stages import train as run
+
+    run(settings)
+
+
+COMMANDS = {
+    "generate": generate,
+    "chat": chat,
+    "demo": demo,
+    "synthesize": synthesize,
+    "regenerate": regenerate,
+    "cache": cache,
+    "train": train,
+}
+
+
+def load_recipe(kind: type[S], path: Path, overrides: tuple[str, ...]) -> S:
+    """A TOML recipe with `dotted.key=value` overrides; values are TOML, bare words are strings. Raises ConfigError."""
+    data = read_toml(path)
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator:
+            raise ConfigError(f"{override!r}: write overrides as key=value, for example max_steps=200")
+        place: dict[str, Any] = data
+        *parents, last = key.split(".")
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = parse_value(text)
+    return kind.from_dict(data, str(path))
+
+
+def parse_value(text: str) -> Any:
+    """A TOML value, or the text itself where it is none."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def main() -> None:
+    """Entry point: exit code 0, 2 for bad input (one line on stderr), 130 after Ctrl-C."""
+    configure_logging()
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            COMMANDS,
+            prog="dspark",
+            description="Speculative decoding with DSpark drafters: train one, and decode faster with the same text.",
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+    except DsparkError as error:
+        sys.stderr.write(f"dspark: {error}\n")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.stderr.write("dspark: stopped\n")
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(0)

@@ -1,0 +1,99 @@
+"""Options of the interactive commands. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import tyro
+from pydantic import Field
+
+from dspark.config import Settings
+
+
+class ModelOptions(Settings):
+    """Which target answers, and which drafter speeds it up."""
+
+    target: str = "smollm2-135m"
+    """A built-in name, a Hugging Face directory or hub id, or a GGUF file."""
+    drafter: str = "auto"
+    """A drafter directory; "auto" takes the one shipped for the target, "none" decodes plainly."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """"auto": bfloat16 where the processor computes in it, else float32."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads; by default as many as there are cores."""
+    num_draft_tokens: int | None = Field(None, ge=1)
+    """Verify at most this many drafts a round; by default all."""
+
+
+class AnswerOptions(Settings):
+    """How an answer is drawn and where it ends."""
+
+    max_tokens: int = Field(256, ge=1)
+    """New tokens at most."""
+    temperature: float = Field(0.0, ge=0)
+    """0 is greedy."""
+    top_k: int = Field(0, ge=0)
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Keep the likeliest tokens that together reach this mass."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Keep tokens at least this likely relative to the likeliest."""
+    seed: int | None = None
+    """Makes sampling repeatable."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer."""
+    ignore_eos: bool = False
+    """Go on past the end-of-turn token."""
+
+
+class OutputOptions(Settings):
+    """How the answer is shown."""
+
+    json_output: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON object instead of text."""
+    color: bool = True
+    """Colour tokens by origin: accepted draft, bonus. Off when the output is not a terminal."""
+
+
+class GenerateOptions(Settings):
+    """Answer one prompt.
+
+    Example: dspark generate "Write a haiku about rivers." --temperature 0.7 --seed 1
+    """
+
+    prompt: Annotated[str, tyro.conf.Positional]
+    """The user's message; "-" reads it from standard input."""
+    raw: bool = False
+    """Continue the prompt as it stands, without the chat template."""
+    system: str | None = None
+    """A system message before the prompt."""
+    compare: bool = True
+    """Afterwards decode a few tokens plainly, to show the speed-up."""
+    model: ModelOptions = ModelOptions()
+    answer: AnswerOptions = AnswerOptions()
+    output: OutputOptions = OutputOptions()
+
+
+class ChatOptions(Settings):
+    """Talk with the target over several turns; /reset forgets them, /exit or Ctrl-D ends.
+
+    Example: dspark chat --temperature 0.7
+    """
+
+    system: str | None = None
+    """A system message that stands before every turn."""
+    model: ModelOptions = ModelOptions()
+    answer: AnswerOptions = AnswerOptions()
+    output: OutputOptions = OutputOptions()
+
+
+class DemoOptions(Settings):
+    """Three prompts, decoded plainly and with DSpark, side by side: the same text and the measured speed-up.
+
+    Example: dspark demo --max-tokens 96
+    """
+
+    max_tokens: int = Field(96, ge=8)
+    """New tokens per prompt."""
+    model: ModelOptions = ModelOptions()
+    output: OutputOptions = OutputOptions()

@@ -1,0 +1,93 @@
+"""`dspark generate` and `dspark chat`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from rich.console import Console
+from rich.text import Text
+
+from dspark.console.config import ChatOptions, GenerateOptions, OutputOptions
+from dspark.console.paint import LEGEND, Painter, figures
+from dspark.console.session import Session, Timed, open_session, sampling_params
+from dspark.engine.request import SamplingParams
+
+
+def generate(options: GenerateOptions) -> None:
+    """Answer one prompt and print it, streaming, or as one JSON object."""
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    session = open_session(options.model)
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    messages.append({"role": "user", "content": prompt})
+    ids = session.text_ids(prompt) if options.raw else session.prompt_ids(messages)
+    params = sampling_params(options.answer)
+    if options.output.json_output:
+        print_json(session.answer(ids, params))
+        return
+    console = open_console(options.output)
+    timed = stream(session, console, ids, params)
+    compare = options.compare and session.speculates and timed.completion.finish_reason != "abort"
+    console.print(figures(timed, session.plain_speed(ids, params) if compare else None))
+    if session.speculates and console.color_system:
+        console.print(LEGEND)
+
+
+def chat(options: ChatOptions) -> None:
+    """Read user turns until the end of input; answer each with the whole conversation before it."""
+    session = open_session(options.model)
+    console = open_console(options.output)
+    params = sampling_params(options.answer)
+    start = [{"role": "system", "content": options.system}] if options.system else []
+    messages = list(start)
+    while (line := read_turn(console)) is not None:
+        if line == "/reset":
+            messages = list(start)
+            continue
+        if not line:
+            continue
+        messages.append({"role": "user", "content": line})
+        ids = session.prompt_ids(messages)
+        timed = session.answer(ids, params) if options.output.json_output else stream(session, console, ids, params)
+        if options.output.json_output:
+            print_json(timed)
+        else:
+            speed = session.plain_speed(ids, params) if session.speculates and len(messages) == 1 else None
+            console.print(figures(timed, speed))
+        messages.append({"role": "assistant", "content": timed.completion.text})
+
+
+def read_turn(console: Console) -> str | None:
+    """One line from the user; None when they are done."""
+    prompt = "[bold]you>[/bold] " if sys.stdin.isatty() else ""
+    try:
+        line = console.input(prompt).strip()
+    except (EOFError, KeyboardInterrupt):
+        return None
+    return None if line in ("/exit", "/quit") else line
+
+
+def stream(session: Session, console: Console, ids: list[int], params: SamplingParams) -> Timed:
+    """Answer and print as it comes."""
+    painter = Painter(session, console, params.stop)
+    timed = session.answer(ids, params, painter.show)
+    console.print(Text(""))
+    return timed
+
+
+def print_json(timed: Timed) -> None:
+    """One object a line: text, accepted_length, tokens_per_second, finish_reason."""
+    completion = timed.completion
+    row = {
+        "text": completion.text,
+        "accepted_length": None if completion.tau is None else round(completion.tau, 3),
+        "tokens_per_second": round(timed.tokens_per_second, 2),
+        "finish_reason": completion.finish_reason,
+    }
+    sys.stdout.write(json.dumps(row, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def open_console(output: OutputOptions) -> Console:
+    """A console on stdout; colours when it is a terminal and they are wanted."""
+    return Console(highlight=False, no_color=not output.color, color_system="auto" if output.color else None)

@@ -1,0 +1,145 @@
+"""The training path's stages, each a recipe in and files out. Joins packages that do not know each other."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import torch
+
+from dspark.cache import build
+from dspark.cache.config import CacheSettings
+from dspark.cache.reader import CacheReader
+from dspark.data.chat import ChatTemplate
+from dspark.data.conversation import read_conversations
+from dspark.data.template import SkipReason, render_all
+from dspark.drafters.dspark import Drafter
+from dspark.drafters.layouts.deepspec import read_drafter, write_drafter
+from dspark.engine.config import EngineSettings
+from dspark.engine.engine import Engine
+from dspark.errors import CacheError, ConfigError
+from dspark.generation import regenerate as regeneration
+from dspark.generation import synthesize as synthesis
+from dspark.generation.config import RegenerateSettings, SynthesizeSettings
+from dspark.log import get_logger
+from dspark.models.target import DtypeName, Target, load_target
+from dspark.training.batch import TrainSample
+from dspark.training.build import adapt_scale, drafter_config, new_drafter
+from dspark.training.config import TrainSettings
+from dspark.training.trainer import Trainer
+
+_log = get_logger(__name__)
+
+
+class JoinedCaches:
+    """Several caches as one source of samples. Raises CacheError when they tap different layers or targets."""
+
+    def __init__(self, paths: tuple[Path, ...]) -> None:
+        self.readers = [CacheReader(path) for path in paths]
+        first = self.readers[0].manifest
+        for path, reader in zip(paths, self.readers, strict=True):
+            manifest = reader.manifest
+            for name in ("target_layer_ids", "hidden_size", "target_revision", "tokenizer_digest"):
+                if getattr(manifest, name) != getattr(first, name):
+                    raise CacheError(
+                        f"{path}: its {name} is not that of {paths[0]}; caches trained on together must agree"
+                    )
+            if manifest.last_hidden != "pre_norm":
+                raise CacheError(f"{path}: version 2 caches cannot be trained on yet; build one with dspark cache")
+        self.target_layer_ids: tuple[int, ...] = tuple(first.target_layer_ids)
+        self.starts = np.cumsum([0] + [len(reader) for reader in self.readers])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, index: int) -> TrainSample:
+        part = int(np.searchsorted(self.starts, index, side="right")) - 1
+        sample: TrainSample = self.readers[part][index - int(self.starts[part])]
+        return sample
+
+    def lengths(self) -> np.ndarray:
+        """Token counts of all samples: [n]."""
+        return np.concatenate([reader.seq_lens.astype(np.int64) for reader in self.readers])
+
+
+def synthesize(settings: SynthesizeSettings) -> None:
+    """Let the target write prompts; a run that was cut off continues."""
+    synthesis.synthesize(plain_engine(settings.target, settings.dtype, settings.engine), settings)
+
+
+def regenerate(settings: RegenerateSettings) -> None:
+    """Let the target answer prompts; a run that was cut off continues."""
+    regeneration.regenerate(plain_engine(settings.target, settings.dtype, settings.engine), settings)
+
+
+def plain_engine(target: str, dtype: DtypeName, settings: EngineSettings) -> Engine:
+    """An engine without a drafter: in large batches plain decoding is the faster one."""
+    return Engine(load_target(target, dtype), None, settings)
+
+
+def build_cache(settings: CacheSettings) -> None:
+    """Run answered conversations through the target and store its hidden states; resumes a build that was cut off."""
+    target = load_target(settings.target, settings.dtype)
+    conversations = islice(read_conversations(settings.conversations, settings.skip_bad), settings.limit)
+    skipped: Counter[SkipReason] = Counter()
+    rows = render_all(ChatTemplate(target.tokenizer), conversations, settings.max_length, skipped)
+    build.build_cache(target, rows, settings)
+
+
+def train(settings: TrainSettings) -> None:
+    """Train a drafter on cached features; resumes the run found in `settings.out`."""
+    if settings.num_threads:
+        torch.set_num_threads(settings.num_threads)
+    samples = JoinedCaches(settings.cache)
+    if len(samples) < settings.batch_size:
+        raise ConfigError(f"batch_size {settings.batch_size} exceeds the {len(samples)} samples of the cache: lower it")
+    target = load_target(settings.target, "float32", pack=False)
+    drafter = build_drafter(settings, target, samples)
+    trainer = Trainer(settings, target.decoder, drafter, samples, samples.lengths(), exporter(settings, target))
+    with graceful_stop(trainer):
+        trainer.run()
+    _log.info("drafter written to %s", settings.out / "last")
+
+
+def build_drafter(settings: TrainSettings, target: Target, samples: JoinedCaches) -> Drafter:
+    """A fresh drafter, or the one to start from. Raises ConfigError when that one reads other layers."""
+    if settings.init_from is not None:
+        drafter = read_drafter(settings.init_from, target.decoder, target.digest)
+        if drafter.config.target_layer_ids != samples.target_layer_ids:
+            raise ConfigError(
+                f"init_from reads layers {drafter.config.target_layer_ids}, the cache holds {samples.target_layer_ids}"
+            )
+        adapt_scale(drafter, samples)
+        return drafter
+    config = drafter_config(settings.drafter, target.decoder, samples.target_layer_ids)
+    return new_drafter(config, target.decoder, samples, settings.seed)
+
+
+def exporter(settings: TrainSettings, target: Target) -> Callable[[Drafter, Path], None]:
+    """A function that writes servable checkpoints, which name the target they are for."""
+    provenance = {"target": target.name, "target_digest": target.digest, "recipe": settings.digest()}
+    return lambda drafter, path: write_drafter(drafter, path, provenance=provenance)
+
+
+@contextmanager
+def graceful_stop(trainer: Trainer) -> Iterator[None]:
+    """While open, the first Ctrl-C or SIGTERM lets the trainer finish its step and save; a second one ends it now."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if trainer.stop_requested:
+            raise KeyboardInterrupt
+        trainer.stop_requested = True
+        _log.warning("finishing this step and saving; press Ctrl-C again to stop at once")
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

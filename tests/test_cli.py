@@ -1,0 +1,142 @@
+"""The command line from end to end on a tiny target: prompts -> answers -> cache -> drafter -> text; and bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from dspark import cli
+from dspark.models.config import DecoderConfig
+from dspark.models.decoder import Decoder
+from dspark.models.weights import save_decoder
+
+SPECIALS = ("<|end|>", "<|mask|>", "<|user|>", "<|assistant|>", "<unk>")
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty letters, four layers."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    vocab = {token: index for index, token in enumerate((*SPECIALS, *"abcdefghij klmnop"))}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", unk_token="<unk>")
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(3)
+    config = DecoderConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=len(vocab),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=256,
+        layer_types=("full_attention",) * 4,
+        eos_token_ids=(0,),
+    )
+    decoder = Decoder(config)
+    for weight in decoder.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    save_decoder(decoder, tokenizer, path)
+    return path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Exit code of `dspark ARGUMENTS`, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["dspark", *arguments])
+    try:
+        cli.main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def write_recipe(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_the_whole_path(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.dumps({"turns": [text]}) for text in ("abc", "bcd efg", "hij", "klm nop", "aab", "cde", "fed", "gab")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    head = f'target = "{target}"\ndtype = "float32"\n'
+    regenerate = write_recipe(
+        tmp_path / "regenerate.toml",
+        head + f'prompts = ["{tmp_path}/prompts.jsonl"]\nout = "{tmp_path}/answers.jsonl"\nmax_tokens = 24\n'
+        "temperatures = {1 = 1.0}\n[engine]\nmax_batch = 4\nmax_length = 128\n",
+    )
+    cache = write_recipe(
+        tmp_path / "cache.toml",
+        head + f'conversations = ["{tmp_path}/answers.jsonl"]\nout = "{tmp_path}/features"\n'
+        "target_layer_ids = [0, 2]\nmax_length = 128\n",
+    )
+    train = write_recipe(
+        tmp_path / "train.toml",
+        f'target = "{target}"\ncache = ["{tmp_path}/features"]\nout = "{tmp_path}/run"\nbatch_size = 2\n'
+        'num_anchors = 8\nmax_steps = 4\ncompute_dtype = "float32"\n'
+        "[drafter]\nnum_hidden_layers = 1\nblock_size = 3\nmask_token_id = 1\nmarkov_rank = 4\ndraft_vocab_size = 16\n",
+    )
+    for arguments in (("regenerate", regenerate), ("cache", cache), ("train", train), ("train", train, "save_every=2")):
+        assert run(monkeypatch, *arguments) == 0
+    capsys.readouterr()
+    common = ["--target", str(target), "--dtype", "float32", "--max-tokens", "20", "--json"]
+    texts = []
+    for drafter in (str(tmp_path / "run" / "last"), "none"):
+        assert run(monkeypatch, "generate", "abc", "--drafter", drafter, *common) == 0
+        row = json.loads(capsys.readouterr().out)
+        assert row.keys() == {"text", "accepted_length", "tokens_per_second", "finish_reason"}
+        assert (row["accepted_length"] is None) == (drafter == "none")
+        texts.append(row["text"])
+    assert texts[0] == texts[1], "greedy text is the same with and without speculation"
+
+
+BAD = [
+    (["generate", "", "--target", "TARGET"], "prompt is empty"),
+    (["generate", "abc " * 100, "--target", "TARGET"], "prompt has"),
+    (["generate", "abc", "--target", "TARGET", "--drafter", "nowhere"], "no such directory"),
+    (["generate", "abc", "--target", "TARGET", "--temperature", "-1"], "temperature"),
+    (["generate", "abc", "--target", "EMPTY"], "config.json"),
+    (["train", "missing.toml"], "missing.toml: cannot be read"),
+    (["train", "RECIPE", "learning_rte=1"], "learning_rte"),
+    (["train", "RECIPE", "epochs"], "key=value"),
+    (["train", "RECIPE"], "manifest.json"),
+    (["cache", "RECIPE"], "conversations: missing"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "EMPTY").mkdir()
+    recipe = f'target = "{target}"\ncache = ["{tmp_path}"]\nout = "{tmp_path}/run"\n[drafter]\nmask_token_id = 1\n'
+    (tmp_path / "RECIPE").write_text(recipe)
+    places = {"TARGET": str(target), "EMPTY": str(tmp_path / "EMPTY"), "RECIPE": str(tmp_path / "RECIPE")}
+    assert run(monkeypatch, *(places.get(a, a) for a in arguments)) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys\nfrom dspark.cli import main\nsys.argv = ['dspark', 'train', '--help']\n"
+    code += "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules\n"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "Example: dspark train" in result.stdout
