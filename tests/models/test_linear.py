@@ -71,3 +71,11 @@ def test_packed_layers_refuse_to_train() -> None:
     kernel_or_skip("packed", linear.weight.detach(), None)
     with pytest.raises(AssertionError, match="inference"):
         PackedLinear(linear, ("packed", "packed"))(torch.randn(2, 64, requires_grad=True))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weight_comes_back_exactly(name: str, dtype: torch.dtype) -> None:
+    linear = nn.Linear(64, 96, bias=False, dtype=dtype)
+    kernel_or_skip(name, linear.weight.detach(), None)
+    assert torch.equal(PackedLinear(linear, (name, name)).weight, linear.weight)

@@ -35,6 +35,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, choice: tuple[KernelName, KernelName]) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.dtype, self.has_bias = linear.weight.dtype, linear.bias is not None
         kernels = {name: make_kernel(name, linear.weight.detach(), linear.bias) for name in set(choice)}
         self.one_row, self.many_rows = kernels[choice[0]], kernels[choice[1]]
 
@@ -42,6 +43,12 @@ class PackedLinear(nn.Module):
         """Map x [..., I] to [..., O]."""
         assert not x.requires_grad, "packed layers are for inference: load the model with pack=False to train"
         return self.one_row(x) if x.numel() == self.in_features else self.many_rows(x)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [O, I], unpacked anew: a product with the identity rounds nothing."""
+        assert not self.has_bias
+        return self.many_rows(torch.eye(self.in_features, dtype=self.dtype)).T.contiguous()
 
 
 def pack_linears(module: nn.Module) -> None:
