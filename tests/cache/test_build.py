@@ -1,6 +1,7 @@
 """Building a cache with a real (tiny) target: states, masks, resuming, and the checks that refuse a wrong cache."""
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dspark.cache.config import CacheSettings
 from dspark.cache.reader import CacheReader
 from dspark.errors import CacheError, ConfigError
 from dspark.models.attention import AttentionBatch
+from dspark.models.linear import pack_linears
 from dspark.models.target import Target
 
 TAPS = (-1, 0, 2)
@@ -76,6 +78,18 @@ def test_samples_are_the_targets_states(target: Target, tmp_path: Path) -> None:
 def test_without_normalizers(target: Target, tmp_path: Path) -> None:
     build_cache(target, make_rows(3), settings(tmp_path, log_normalizer=False))
     assert all(sample.log_normalizer is None for sample in CacheReader(tmp_path / "cache"))
+
+
+def test_a_bfloat16_target_gives_float32_normalizers(target: Target, tmp_path: Path) -> None:
+    """The trainer divides by them in float32: their error is that of the stored states alone."""
+    decoder = copy.deepcopy(target.decoder).bfloat16()
+    pack_linears(decoder)
+    build_cache(replace(target, decoder=decoder), make_rows(6), settings(tmp_path))
+    for sample in CacheReader(tmp_path / "cache"):
+        assert sample.log_normalizer is not None
+        wide = decoder.norm.float()(sample.last_hidden.float()) @ decoder.lm_head_weight.float().T
+        wanted = ~sample.log_normalizer.isnan()
+        torch.testing.assert_close(sample.log_normalizer[wanted], wide.logsumexp(-1)[wanted], rtol=1e-5, atol=1e-5)
 
 
 class Killed(BaseException):

@@ -3,9 +3,11 @@
 Shapes: B rows, T tokens of the longest, m tapped layers, H hidden size.
 """
 
+import copy
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dspark.cache.format import Sample
@@ -26,7 +28,7 @@ class Capture:
     def __init__(self, decoder: Decoder, taps: tuple[int, ...], log_normalizer: bool) -> None:
         self._decoder = decoder
         self._taps = taps
-        self._log_normalizer = log_normalizer
+        self._head = _WideHead(decoder) if log_normalizer else None
         self._cache: PagedKVCache | None = None
 
     @torch.inference_mode()
@@ -52,29 +54,41 @@ class Capture:
                 loss_mask=mask,
                 features=output.taps[index, : lengths[index]].to("cpu", torch.bfloat16),
                 last_hidden=last.cpu(),
-                log_normalizer=self._normalizers(last, mask) if self._log_normalizer else None,
+                log_normalizer=None if self._head is None else self._head.normalizers(last, mask),
             )
             samples.append(sample)
         return samples
 
     def logits(self, last_hidden: Tensor) -> Tensor:
-        """The target's logits f32 [N, V] from states [N, H] before the final norm, as they are stored."""
+        """The target's own logits f32 [N, V] from states [N, H] before the final norm."""
         return self._decoder.logits(last_hidden.to(self._decoder.dtype)).float()
-
-    def _normalizers(self, last_hidden: Tensor, mask: Tensor) -> Tensor:
-        """The logsumexp f32 [S] of the logits of the stored states where the next token is supervised, else NaN."""
-        found = torch.full((len(mask),), float("nan"))
-        positions = supervised_next(mask)
-        for start in range(0, len(positions), _LOGIT_ROWS):
-            chunk = positions[start : start + _LOGIT_ROWS]
-            found[chunk] = self.logits(last_hidden[chunk.to(last_hidden.device)]).logsumexp(-1).cpu()
-        return found
 
     def _room(self, num_blocks: int) -> PagedKVCache:
         if self._cache is None or self._cache.num_blocks < num_blocks:
             self._cache = None  # free the old one first
             self._cache = self._decoder.new_cache(num_blocks, _BLOCK_SIZE)
         return self._cache
+
+
+class _WideHead:
+    """The target's final norm and LM head in float32, as the trainer computes them.
+
+    A bfloat16 logit of 30 is off by up to 0.06, and a probability that it normalises by as much.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._norm = copy.deepcopy(decoder.norm).float()
+        self._weight = decoder.lm_head_weight.detach().float()  # [V, H]
+
+    def normalizers(self, last_hidden: Tensor, loss_mask: Tensor) -> Tensor:
+        """The logsumexp f32 [S] of the logits of states [S, H] where the next token is supervised, NaN elsewhere."""
+        found = torch.full((len(loss_mask),), float("nan"))
+        positions = supervised_next(loss_mask)
+        for start in range(0, len(positions), _LOGIT_ROWS):
+            chunk = positions[start : start + _LOGIT_ROWS]
+            states = last_hidden[chunk.to(last_hidden.device)].float()
+            found[chunk] = F.linear(self._norm(states), self._weight).logsumexp(-1).cpu()
+        return found
 
 
 def supervised_next(loss_mask: Tensor) -> Tensor:
