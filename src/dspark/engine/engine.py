@@ -1,7 +1,7 @@
 """The engine: requests in, tokens and text out, a step at a time."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -55,6 +55,8 @@ class Engine:
         runner = Runner(target.decoder, self.drafter, settings, num_blocks)
         self._round = Round(runner, self.stats, AcceptanceWatch())
         self._scheduler = Scheduler(settings, BlockAllocator(num_blocks), window)
+        # Not tokenizer.decode: its cleaning of blanks would change text that has been given out.
+        self._decode: Callable[[list[int]], str] = target.tokenizer.backend_tokenizer.decode  # skips special tokens
         self._requests: dict[str, Request] = {}
         self._names = (f"request-{number}" for number in count())
 
@@ -162,7 +164,3 @@ class Engine:
         vocab_size = self.target.config.vocab_size
         if not (min(prompt_ids) >= 0 and max(prompt_ids) < vocab_size):
             raise RequestError(f"prompt has a token id outside 0..{vocab_size - 1}: use the target's own tokenizer")
-
-    def _decode(self, token_ids: list[int]) -> str:
-        text: str = self.target.tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text

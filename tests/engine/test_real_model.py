@@ -1,0 +1,76 @@
+"""SmolLM2 in float32: speculation and plain decoding give the same greedy text."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dspark.engine.config import EngineSettings
+from dspark.engine.engine import Engine
+from dspark.engine.request import SamplingParams
+from dspark.models.hub import home
+from dspark.models.target import Target, load_target
+
+NAME = "smollm2-135m"
+QUESTIONS = [
+    "Write a haiku about the sea.",
+    "What is 17 times 23? Think step by step.",
+    "Write a Python function that reverses a list.",
+    "Name three uses of a paper clip.",
+]
+EVALUATION = Path(__file__).parents[3] / "shared" / "data" / "eval"
+
+
+@pytest.fixture(scope="module")
+def smollm() -> Target:
+    if not (home() / "models" / NAME).is_dir():
+        pytest.skip(f"{NAME} has not been fetched on this machine: run `dspark generate` once")
+    return load_target(NAME, dtype="float32")
+
+
+def chat(target: Target, question: str) -> list[int]:
+    text = target.tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+    )
+    return target.tokenizer(text, add_special_tokens=False).input_ids
+
+
+def same_text(target: Target, make_scripted, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Answer plainly and through blocks of drafts that are right three times in four; compare token for token."""
+    settings = EngineSettings(max_batch=4, max_length=1024)
+    params = SamplingParams(max_tokens=max_tokens)
+    plain = Engine(target, None, settings).generate(prompts, params)
+    answers = {tuple(c.prompt_ids): c.token_ids for c in plain}
+    engine = Engine(target, make_scripted(target.decoder, answers, wrong_every=4), settings)
+    spec = engine.generate(prompts, params)
+    assert [c.token_ids for c in spec] == [c.token_ids for c in plain]
+    assert [c.text for c in spec] == [c.text for c in plain]
+    assert [c.text for c in plain] == [target.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in plain]
+    assert engine.stats.accepted_length > 2
+    return [c.token_ids for c in plain]
+
+
+def test_four_prompts(smollm, make_scripted):
+    same_text(smollm, make_scripted, [chat(smollm, question) for question in QUESTIONS], 32)
+
+
+@pytest.mark.slow
+def test_sixty_four_prompts_and_transformers(smollm, make_scripted):
+    if not EVALUATION.is_dir():
+        pytest.skip("the evaluation prompts are not here")
+    questions = []
+    for name in ("gsm8k", "humaneval", "mbpp", "arena-hard-v2"):
+        rows = map(json.loads, (EVALUATION / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[:16])
+        questions += [row["turns"][0] for row in rows]
+    prompts = [chat(smollm, question)[:400] for question in questions]
+    answers = same_text(smollm, make_scripted, prompts, 64)
+    assert len(answers) == 64
+
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(home() / "models" / NAME, dtype=torch.float32).eval()
+    for prompt, answer in list(zip(prompts, answers, strict=True))[::8]:
+        ids = torch.tensor([prompt])
+        out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
+        assert out[0, len(prompt) :].tolist() == answer
