@@ -54,15 +54,14 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
-        num_qk = self.num_heads + self.num_kv_heads
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, T, Hq + 2 Hkv, D]
-        qk, v = heads[:, :, :num_qk], heads[:, :, num_qk:]
+        heads = self.qkv_proj(x).view(*x.shape[:2], -1, self.head_dim)  # [B, T, Hq + 2 Hkv, D]
+        qk, v = heads.split_with_sizes((self.num_heads + self.num_kv_heads, self.num_kv_heads), 2)
         if self.qk_norm:
-            qk = torch.cat((self.q_norm(qk[:, :, : self.num_heads]), self.k_norm(qk[:, :, self.num_heads :])), dim=2)
-        qk = rope.apply(qk, cos, sin)
-        batch.write(cache, self.layer, qk[:, :, self.num_heads :], v)
-        attended = paged_attention(qk[:, :, : self.num_heads], self.layer, cache, batch, self.window)
-        out: Tensor = self.o_proj(attended.flatten(2))
+            q, k = qk.split_with_sizes((self.num_heads, self.num_kv_heads), 2)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), 2)
+        q, k = rope.apply(qk, cos, sin).split_with_sizes((self.num_heads, self.num_kv_heads), 2)
+        batch.write(cache, self.layer, k, v)
+        out: Tensor = self.o_proj(paged_attention(q, self.layer, cache, batch, self.window).flatten(2))
         return out
 
 
