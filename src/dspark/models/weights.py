@@ -44,9 +44,9 @@ class SafetensorsFiles:
             try:
                 file = safe_open(path, framework="pt")
             except FileNotFoundError:
-                raise CheckpointError(f"{path}: missing; download the model again") from None
+                raise CheckpointError(f"{path}: missing; fetch the model again") from None
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path}: damaged or truncated ({error}); download it again") from None
+                raise CheckpointError(f"{path}: damaged or truncated ({error}); remove it and fetch it again") from None
             for name in file.keys():  # type: ignore[no-untyped-call] # noqa: SIM118
                 self._tensors[name.removeprefix("model.")] = (file, name)
 
@@ -141,7 +141,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error}); download it again") from None
+        raise CheckpointError(f"{path}: not valid JSON ({error}); fetch it again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
@@ -181,7 +181,7 @@ def _weight_files(directory: Path) -> list[Path]:
     if (directory / INDEX_NAME).exists():
         weight_map = read_json(directory / INDEX_NAME).get("weight_map")
         if not isinstance(weight_map, Mapping) or not weight_map:
-            raise CheckpointError(f"{directory / INDEX_NAME}: weight_map missing; download it again")
+            raise CheckpointError(f"{directory / INDEX_NAME}: weight_map missing; fetch it again")
         return sorted({directory / str(file) for file in weight_map.values()})
     if not (directory / WEIGHTS_NAME).exists():
         raise CheckpointError(f"{directory}: holds neither {WEIGHTS_NAME} nor {INDEX_NAME}; only safetensors are read")
