@@ -103,7 +103,7 @@ class Serving(RuleBasedStateMachine):
         self.live[self.engine.submit(PROMPTS[which], params)] = which
 
     @precondition(lambda self: self.live)
-    @rule(times=st.integers(1, 6))
+    @rule(times=st.integers(1, 4))
     def step(self, times: int) -> None:
         for _ in range(times):
             if self.engine.has_work():
@@ -145,6 +145,6 @@ def test_any_order_of_events(target, drafter):
     run_state_machine_as_test(
         lambda: Serving(target, drafter, [c.token_ids for c in done]),
         settings=settings(
-            max_examples=20, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=12, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

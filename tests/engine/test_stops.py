@@ -43,7 +43,7 @@ def run(engine: Engine, params: SamplingParams, prompt: list[int] = PROMPT) -> C
     if completion.rounds:
         spoken = len(completion.token_ids) - 1
         assert completion.tau == spoken / completion.rounds
-        assert sum(completion.accepted_by_position) <= spoken
+        assert sum(completion.accepted_by_position) == completion.origins.count("accepted") <= completion.drafted
     return completion
 
 

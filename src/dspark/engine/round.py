@@ -110,7 +110,8 @@ class Round:
         for request, new in zip(requests, tokens, strict=True):
             known = len(request.known_ids) if prefill else 1
             failed = bool(new) and new[-1] < 0
-            origins: list[Origin] = [*["accepted"] * (len(new) - 1), "prefill" if prefill else "bonus"]  # type: ignore[list-item]
+            origins: list[Origin] = ["accepted"] * (len(new) - 1)
+            origins.append("prefill" if prefill else "bonus")
             count, text = request.extend(new[:-1] if failed else new, origins)
             if failed and request.finish_reason is None:
                 request.finish_reason = "error"
@@ -140,10 +141,11 @@ class Round:
         if not speculative:
             return
         judged = committed = 0
-        for (request, token_ids, _, _), verify_len in zip(emissions, plan.verify_lens.tolist(), strict=True):
-            request.record_round(verify_len - 1, max(len(token_ids) - 1, 0))
-            self.stats.record_round(verify_len - 1, len(token_ids))
-            if verify_len > 1:
+        for (request, token_ids, _, origins), verify_len in zip(emissions, plan.verify_lens.tolist(), strict=True):
+            num_drafts, num_accepted = verify_len - 1, origins.count("accepted")
+            request.record_round(num_drafts, num_accepted)
+            self.stats.record_round(num_drafts, num_accepted, len(token_ids))
+            if num_drafts:
                 judged += 1
                 committed += len(token_ids)
         self.watch.record(judged, committed)

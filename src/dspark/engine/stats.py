@@ -34,12 +34,12 @@ class EngineStats:
         """Tau: tokens put out per speculative round of a request, bonus counted; None before the first."""
         return self.committed / self.rounds if self.rounds else None
 
-    def record_round(self, num_drafts: int, num_committed: int) -> None:
-        """Count one request's part in a speculative round: drafts verified, tokens put out."""
+    def record_round(self, num_drafts: int, num_accepted: int, num_committed: int) -> None:
+        """Count one request's part in a speculative round: drafts verified and put out, tokens put out."""
         self.rounds += 1
         self.drafted += num_drafts
         self.committed += num_committed
-        count_accepted(self.accepted_by_position, num_drafts, num_committed - 1)
+        count_accepted(self.accepted_by_position, num_drafts, num_accepted)
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
