@@ -1,0 +1,143 @@
+"""The training loop: it learns, and a run that was cut off goes on as if it had not been."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dspark.drafters.dspark import Drafter
+from dspark.errors import CheckpointError, ConfigError
+from dspark.models.decoder import Decoder
+from dspark.training.batch import collate
+from dspark.training.build import drafter_config, frequent_tokens, new_drafter
+from dspark.training.config import DrafterShape, TrainSettings
+from dspark.training.trainer import Trainer
+
+TAPS = (0, 2)
+MakeTrainer = Callable[..., Trainer]
+
+
+@pytest.fixture
+def make_trainer(target: Decoder, rows: list, tmp_path: Path) -> MakeTrainer:
+    def make(output: str = "run", shape: dict[str, object] | None = None, **changes: object) -> Trainer:
+        base: dict[str, object] = {
+            "cache": [],
+            "out": tmp_path / output,
+            "drafter": {"num_hidden_layers": 1, "block_size": 3, "mask_token_id": 1, "markov_rank": 4} | (shape or {}),
+            "num_anchors": 8,
+            "batch_size": 4,
+            "accumulation": 2,
+            "max_steps": 8,
+            "learning_rate": 5e-3,
+            "compute_dtype": "float32",
+            "save_every": 3,
+            "log_every": 1,
+        }
+        settings = TrainSettings.from_dict(base | changes, "test")
+        config = drafter_config(settings.drafter, target, TAPS)
+        drafter = new_drafter(config, target, rows, settings.seed)
+        lengths = np.array([len(row.token_ids) for row in rows])
+
+        def export(drafter: Drafter, path: Path) -> None:
+            path.mkdir(exist_ok=True)
+
+        return Trainer(settings, target, drafter, rows, lengths, export)
+
+    return make
+
+
+def losses(trainer: Trainer) -> list[float]:
+    lines = (trainer.settings.out / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_it_learns(make_trainer: MakeTrainer, kind: str) -> None:
+    trainer = make_trainer(shape={"markov_head_type": kind, "draft_vocab_size": 30}, max_steps=40)
+    trainer.run()
+    seen = losses(trainer)
+    assert np.mean(seen[-5:]) < 0.9 * np.mean(seen[:5])
+
+
+def test_resume_is_bit_for_bit(make_trainer: MakeTrainer) -> None:
+    """Cut off between two checkpoints: the steps after the last one are run again, with the very same losses."""
+    whole = make_trainer("whole")
+    whole.run()
+    cut = make_trainer("cut")
+    train_step, steps = cut.train_step, 0
+
+    def killed(batches: list) -> object:
+        nonlocal steps
+        if steps == 5:
+            raise SystemExit  # the process dies: nothing may be saved
+        steps += 1
+        return train_step(batches)
+
+    cut.train_step = killed  # type: ignore[method-assign, assignment]
+    cut.save, real_save = (lambda: real_save() if steps < 5 else None), cut.save  # type: ignore[method-assign]
+    with pytest.raises(SystemExit):
+        cut.run()
+    again = make_trainer("cut")
+    again.run()
+    assert again.step == 8
+    assert losses(again) == losses(whole)
+    for name, value in whole.drafter.state_dict().items():
+        assert torch.equal(again.drafter.state_dict()[name], value), name
+
+
+def test_a_stopped_run_saves_and_goes_on(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer()
+    trainer.stop_requested = True
+    trainer.run()
+    assert trainer.step == 0
+    again = make_trainer()
+    again.run()
+    assert again.step == 8
+
+
+def test_other_settings_are_refused(make_trainer: MakeTrainer) -> None:
+    make_trainer(max_steps=2).run()
+    with pytest.raises(CheckpointError, match="other settings"):
+        make_trainer(max_steps=2, learning_rate=1e-4).run()
+
+
+def test_a_damaged_state_is_named(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(max_steps=2)
+    trainer.run()
+    state = next((trainer.settings.out / "states").glob("step-*")) / "state.pt"
+    state.write_bytes(state.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="state.pt: cannot be read"):
+        make_trainer(max_steps=2).run()
+
+
+def test_two_micro_batches_give_the_gradient_of_one(make_trainer: MakeTrainer) -> None:
+    """Each term is a sum over the whole step divided once, not a mean of means."""
+    parts = make_trainer("parts", batch_size=2, accumulation=2, num_anchors=100)
+    whole = make_trainer("whole", batch_size=4, accumulation=1, num_anchors=100)
+    indices = [[0, 1], [2, 3]]
+    micro = [collate([parts.samples[i] for i in pair], 100, 3, np.random.default_rng(0)) for pair in indices]
+    joint = [collate([whole.samples[i] for pair in indices for i in pair], 100, 3, np.random.default_rng(0))]
+    grads = []
+    for trainer, batches in ((parts, micro), (whole, joint)):
+        trainer.optimizer.zero_grad = lambda **_: None  # type: ignore[method-assign, assignment]
+        trainer.train_step(batches)
+        grads.append([p.grad for p in trainer.drafter.parameters()])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_draft_vocabulary_is_the_most_frequent(rows: list) -> None:
+    kept = frequent_tokens(rows, 40, 10)
+    counts = np.zeros(40)
+    for row in rows:
+        np.add.at(counts, row.token_ids.numpy()[row.loss_mask.numpy().astype(bool)], 1)
+    assert len(kept) == 10
+    assert counts[kept.numpy()].min() >= np.delete(counts, kept.numpy()).max()
+
+
+def test_layers_that_the_cache_lacks_are_refused(target: Decoder) -> None:
+    with pytest.raises(ConfigError, match="target_layer_ids"):
+        drafter_config(DrafterShape(mask_token_id=1, target_layer_ids=(1,)), target, TAPS)
