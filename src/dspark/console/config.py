@@ -18,7 +18,7 @@ class ModelOptions(Settings):
     drafter: str = "auto"
     """A drafter directory; "auto" takes the one shipped for the target, "none" decodes plainly."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """"auto": bfloat16 where the processor computes in it, else float32."""
+    """"auto": as stored, but float32 where the processor does not compute in bfloat16."""
     threads: int | None = Field(None, ge=1)
     """CPU threads; by default as many as there are cores."""
     num_draft_tokens: int | None = Field(None, ge=1)

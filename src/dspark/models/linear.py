@@ -67,6 +67,14 @@ def pack_linears(module: nn.Module) -> None:
                 setattr(parent, name, PackedLinear(linear, choice))
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU computes in bfloat16; without it a product of several rows costs what it does in float32."""
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except AttributeError:  # this build of torch has no oneDNN
+        return False
+
+
 def make_kernel(name: KernelName, weight: Tensor, bias: Tensor | None) -> Kernel:
     """Return the function x [..., I] -> [..., O] that multiplies by weight [O, I]; raises where torch lacks it."""
     if name == "plain":

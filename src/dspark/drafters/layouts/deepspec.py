@@ -82,6 +82,7 @@ def write_drafter(
     with atomic_path(path) as directory:
         directory.mkdir()
         save_file(stored, directory / WEIGHTS_NAME, metadata={"format": "pt"})
+        (directory / WEIGHTS_NAME).chmod(0o644)  # safetensors makes it private
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
