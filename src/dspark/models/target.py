@@ -43,8 +43,8 @@ def load_target(name_or_path: str | Path, dtype: DtypeName = "auto", pack: bool 
     """Load a built-in model, a Hugging Face directory or hub id, or a GGUF file.
 
     `dtype` "auto" keeps the stored one, but takes float32 for bfloat16 where the CPU does not compute in it: several
-    rows then cost the same, and the numbers are exact. `pack` lays the weights out for fast inference on this machine; without it
-    they stay plain `nn.Linear`, as training needs them. Raises `CheckpointError`.
+    rows then cost the same, and the numbers are exact. `pack` lays the weights out for fast inference on this machine;
+    without it they stay plain `nn.Linear`, as training needs them. Raises `CheckpointError`.
     """
     path = resolve_model(name_or_path)
     wanted = {"auto": None if multiplies_bfloat16() else torch.float32} | DTYPES
