@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dspark.models.target import Target, load_target
-
 from dspark.console.config import ModelOptions
 from dspark.console.session import Session, drafter_path
 from dspark.drafters.layouts.deepspec import read_drafter
 from dspark.engine.config import EngineSettings
 from dspark.engine.engine import Engine
+from dspark.models.target import Target, load_target
 
 HERE = Path(__file__).parent
 SHARED_SETS = HERE.parent.parent / "shared" / "data" / "eval"

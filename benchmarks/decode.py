@@ -17,10 +17,10 @@ from statistics import mean, median
 import torch
 import transformers
 from common import SETS, open_pair, read_prompts
-from dspark.models.hub import resolve_model
 
 from dspark.console.session import Session
 from dspark.engine.request import SamplingParams
+from dspark.models.hub import resolve_model
 
 
 def main() -> None:

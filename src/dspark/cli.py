@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -96,7 +97,7 @@ def train(recipe: Recipe, overrides: Overrides = ()) -> None:
     run(settings)
 
 
-COMMANDS = {
+COMMANDS: dict[str, Callable[..., Any]] = {
     "generate": generate,
     "chat": chat,
     "demo": demo,

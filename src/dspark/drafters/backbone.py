@@ -42,13 +42,16 @@ class DraftAttention(nn.Module):
 
     def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
         """x [..., H] -> rotated queries [..., h, D]."""
-        return rope.apply(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), *rotation)
+        return rope.apply(self.q_norm(self._heads(self.q_proj(x))), *rotation)
 
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """x [..., H] -> rotated keys and values [..., hk, D]."""
-        heads = (-1, self.head_dim)
-        keys = rope.apply(self.k_norm(self.k_proj(x).unflatten(-1, heads)), *rotation)
-        return keys, self.v_proj(x).unflatten(-1, heads)
+        keys = rope.apply(self.k_norm(self._heads(self.k_proj(x))), *rotation)
+        return keys, self._heads(self.v_proj(x))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[..., h * D] -> [..., h, D]."""
+        return x.view(*x.shape[:-1], -1, self.head_dim)
 
     def cached(self, x: Tensor, rotation: Rotation, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
         """Serving: x [B, Q, H]; context keys are in the cache, the block's go into its provisional slots."""
@@ -64,7 +67,8 @@ class DraftAttention(nn.Module):
         blocks never enter, so overlapping anchors cannot leak.
         """
         groups = self.num_heads // self.num_kv_heads
-        q = self.queries(x, geometry.block_rotation).unflatten(-2, (self.num_kv_heads, groups))
+        q = self.queries(x, geometry.block_rotation)
+        q = q.view(*q.shape[:-2], self.num_kv_heads, groups, self.head_dim)
         q = q.permute(0, 3, 4, 1, 2, 5) / math.sqrt(self.head_dim)  # [B, hk, g, A, Q, D]
         k, v = (t.permute(0, 3, 1, 2, 4) for t in self.keys_values(x, geometry.block_rotation))  # [B, hk, A, Q, D]
         ck, cv = (t.transpose(1, 2) for t in self.keys_values(context, geometry.context_rotation))  # [B, hk, S, D]

@@ -83,7 +83,7 @@ class _FusedLosses(torch.autograd.Function):
                 rows[name][index] = value
             grad = grad.to(hidden.dtype)
             grad_hidden[index] = grad @ lm_head
-            if grad_feature is not None and grad_w2 is not None:
+            if f is not None and grad_feature is not None and grad_w2 is not None:
                 grad_feature[index] = grad @ w2
                 grad_w2 += grad.T @ f
         ctx.save_for_backward(grad_hidden, grad_feature, grad_w2)

@@ -65,7 +65,7 @@ class MetricLog:
         output.mkdir(parents=True, exist_ok=True)
         self.path = output / "metrics.jsonl"
         _drop_from(self.path, step)
-        self.board = SummaryWriter(str(output / "tensorboard"), purge_step=step)  # type: ignore[no-untyped-call]
+        self.board = SummaryWriter(str(output / "tensorboard"), purge_step=step)
         self.pending = MetricSums()
         self.headline = ""
 
@@ -78,7 +78,7 @@ class MetricLog:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | results) + "\n")
         for name, value in results.items():
-            self.board.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+            self.board.add_scalar(name, value, step)
         self.headline = f"loss {results['loss']:.3f}, tau {results.get('tau', math.nan):.2f}"
         self.pending = MetricSums()
 
@@ -88,7 +88,7 @@ class MetricLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.board.close()  # type: ignore[no-untyped-call]
+        self.board.close()
 
 
 def _drop_from(path: Path, step: int) -> None:
