@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from dspark.engine.config import EngineSettings
 from dspark.engine.engine import Engine
@@ -46,7 +47,8 @@ def same_text(target: Target, make_scripted, prompts: list[list[int]], max_token
     spec = engine.generate(prompts, params)
     assert [c.token_ids for c in spec] == [c.token_ids for c in plain]
     assert [c.text for c in spec] == [c.text for c in plain]
-    assert [c.text for c in plain] == [target.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in plain]
+    for c in plain:  # an answer cut inside a character ends before it
+        assert c.text == target.tokenizer.decode(c.token_ids, skip_special_tokens=True).rstrip("\ufffd")
     assert engine.stats.accepted_length > 2
     return [c.token_ids for c in plain]
 
@@ -66,8 +68,6 @@ def test_sixty_four_prompts_and_transformers(smollm, make_scripted):
     prompts = [chat(smollm, question)[:400] for question in questions]
     answers = same_text(smollm, make_scripted, prompts, 64)
     assert len(answers) == 64
-
-    from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(home() / "models" / NAME, dtype=torch.float32).eval()
     for prompt, answer in list(zip(prompts, answers, strict=True))[::8]:
