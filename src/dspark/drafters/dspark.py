@@ -17,7 +17,7 @@ from dspark.models.attention import AttentionBatch
 from dspark.models.decoder import Decoder
 from dspark.models.kv_cache import PagedKVCache
 from dspark.models.linear import pack_linears
-from dspark.spec.sampling import Role, categorical, probabilities, uniform
+from dspark.spec.sampling import Role, argmax, categorical, probabilities, uniform
 from dspark.spec.types import DraftBlock, SamplingRows
 
 
@@ -95,6 +95,7 @@ class Drafter(nn.Module):
         self, anchors: Tensor, batch: AttentionBatch, cache: PagedKVCache, rows: SamplingRows, seq_lens: Tensor
     ) -> DraftBlock:
         """Draft a block per request: anchors [B] ids at positions seq_lens [B] -> tokens [B, G] and their law."""
+        assert not isinstance(self._borrowed.head, nn.Identity), "call prepare() before drafting"
         ids = torch.full(batch.positions.shape, self.config.mask_token_id)
         ids[:, 0] = anchors
         hidden = self.backbone.draft(self.embed(ids), batch, cache)
@@ -118,7 +119,7 @@ class Drafter(nn.Module):
             if self.confidence_head is not None:
                 confidence.append(self.confidence_head(hidden[:, k], embedded))
             if greedy:
-                choice = logits.argmax(dim=-1)
+                choice = argmax(logits)
             else:
                 law = probabilities(logits[:, None], rows)[:, 0]
                 # -1 marks a law that is not one (NaN): any token will do, since the verifier then draws from p alone.
