@@ -10,12 +10,19 @@ from safetensors import safe_open
 from dspark.cache.config import CacheSettings
 from dspark.cli import load_recipe
 from dspark.config import Settings
-from dspark.console.session import SHIPPED_DRAFTERS
-from dspark.drafters.layouts.deepspec import parse_config
+from dspark.console.config import ModelOptions
+from dspark.console.session import SHIPPED_DRAFTERS, Session, drafter_path
+from dspark.drafters.layouts.deepspec import parse_config, read_drafter
+from dspark.engine.config import EngineSettings
+from dspark.engine.engine import Engine
+from dspark.engine.request import SamplingParams
 from dspark.generation.config import RegenerateSettings, SynthesizeSettings
+from dspark.models.hub import home
+from dspark.models.target import load_target
 from dspark.training.config import TrainSettings
 
 ROOT = Path(__file__).parents[1]
+EVALUATION = ROOT.parent / "shared" / "data" / "eval"
 KINDS: dict[str, type[Settings]] = {
     "synthesize": SynthesizeSettings,
     "regenerate": RegenerateSettings,
@@ -48,3 +55,29 @@ def test_shipped_drafter_is_whole_and_small(name: str) -> None:
         assert tensors.get_slice("markov_head.markov_w2.weight").get_shape()[0] == config.num_draft_logits
     card = (directory / "README.md").read_text(encoding="utf-8")
     assert "licence" in card.lower()
+
+
+@pytest.mark.slow
+def test_float32_greedy_text_is_the_same_with_the_shipped_drafter() -> None:
+    """64 prompts x 64 tokens of the real pair, token for token."""
+    if not (home() / "models" / "smollm2-135m").is_dir():
+        pytest.skip("smollm2-135m has not been fetched on this machine: run `dspark generate` once")
+    if not EVALUATION.is_dir():
+        pytest.skip("the evaluation prompts are not here")
+    target = load_target("smollm2-135m", "float32")
+    path = drafter_path(ModelOptions())
+    assert path is not None
+    drafter = read_drafter(path, target.decoder, target.digest).prepare()
+    engine = Engine(target, drafter, EngineSettings(max_batch=8, max_length=1024))
+    session = Session(target, engine)
+    prompts = []
+    for name in ("gsm8k", "humaneval", "mbpp", "mt-bench"):
+        rows = (EVALUATION / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[:16]
+        prompts += [session.prompt_ids([{"role": "user", "content": json.loads(row)["turns"][0]}]) for row in rows]
+    params = SamplingParams(max_tokens=64)
+    plain = engine.generate(prompts, params.replace(speculate=False))
+    drafted = engine.generate(prompts, params)
+    assert len(prompts) == 64
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    assert [c.text for c in drafted] == [c.text for c in plain]
+    assert all(c.rounds > 0 for c in drafted if len(c.token_ids) > 1)
