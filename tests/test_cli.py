@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from dspark import cli
+from dspark.console import demo
+from dspark.console.config import DemoOptions
+from dspark.console.session import Timed
+from dspark.engine.request import Completion
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder
 from dspark.models.weights import save_decoder
@@ -132,6 +137,23 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert message in error
     assert "Traceback" not in error
     assert not (tmp_path / "run").exists()
+
+
+def test_brackets_of_an_answer_are_not_markup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Code such as x[n - 1] must survive on its way to the terminal, in the plain column as in the coloured one."""
+    answer = Timed(Completion("r", [1], [1, 2], "x[n - 1] [bold]", "stop", ["prefill", "bonus"], 1, 0, []), 1.0, 1.0)
+    session = SimpleNamespace(
+        speculates=True,
+        text_ids=lambda text: [1],
+        prompt_ids=lambda messages: [1],
+        answer=lambda ids, params: answer,
+        target=SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids, **_: "x[n - 1] [bold]"[: 8 * len(ids)])),
+    )
+    monkeypatch.setattr(demo, "open_session", lambda options: session)
+    demo.demo(DemoOptions())
+    assert capsys.readouterr().out.count("x[n - 1] [bold]") == 2 * len(demo.PROMPTS)
 
 
 def test_help_needs_no_torch() -> None:

@@ -46,7 +46,7 @@ def chat(options: Annotated[ChatOptions, tyro.conf.arg(name="")]) -> None:
 def demo(options: Annotated[DemoOptions, tyro.conf.arg(name="")]) -> None:
     """Three prompts decoded plainly and with DSpark, side by side: the same text and the measured speed-up.
 
-    Example: dspark demo --max-tokens 96
+    Example: dspark demo --max-tokens 48
     """
     from dspark.console.demo import demo as run
 

@@ -90,10 +90,10 @@ class ChatOptions(Settings):
 class DemoOptions(Settings):
     """Three prompts, decoded plainly and with DSpark, side by side: the same text and the measured speed-up.
 
-    Example: dspark demo --max-tokens 96
+    Example: dspark demo --max-tokens 48
     """
 
-    max_tokens: int = Field(96, ge=8)
+    max_tokens: int = Field(64, ge=8)
     """New tokens per prompt."""
     model: ModelOptions = ModelOptions()
     output: OutputOptions = OutputOptions()

@@ -48,7 +48,7 @@ def demo(options: DemoOptions) -> None:
         table.add_column(f"plain  {plain.tokens_per_second:.1f} tok/s", ratio=1)
         tau = drafted.completion.tau or 1.0
         table.add_column(f"DSpark  {drafted.tokens_per_second:.1f} tok/s  τ {tau:.2f}  {ratios[-1]:.2f}x", ratio=1)
-        table.add_row(plain.completion.text, painter.painted(drafted.completion))
+        table.add_row(Text(plain.completion.text), painter.painted(drafted.completion))
         painter.console.print(table)
         painter.console.print(Text(same, "dim"))
     if not options.output.json_output:
