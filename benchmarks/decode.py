@@ -27,7 +27,7 @@ def main() -> None:
     args = arguments()
     if args.threads:
         torch.set_num_threads(args.threads)
-    count, tokens = (1, 24) if args.quick else (args.prompts, args.tokens)
+    count, tokens = (1, 16) if args.quick else (args.prompts, args.tokens)
     prompts = read_prompts(args.data, SETS, count)
     session = open_pair(args.target, args.drafter, args.dtype)
     bf16 = (
@@ -115,7 +115,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="per set")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens per answer")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--quick", action="store_true", help="1 prompt a set, 24 tokens")
+    parser.add_argument("--quick", action="store_true", help="1 prompt a set, 16 tokens")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 
