@@ -6,11 +6,7 @@ import json
 from pathlib import Path
 
 from dspark.console.config import ModelOptions
-from dspark.console.session import Session, drafter_path
-from dspark.drafters.layouts.deepspec import read_drafter
-from dspark.engine.config import EngineSettings
-from dspark.engine.engine import Engine
-from dspark.models.target import Target, load_target
+from dspark.console.session import Session, open_session
 
 HERE = Path(__file__).parent
 SHARED_SETS = HERE.parent.parent / "shared" / "data" / "eval"
@@ -32,9 +28,7 @@ def read_prompts(directory: Path | None, sets: tuple[str, ...], count: int) -> d
 
 def open_pair(target_name: str, drafter_name: str, dtype: str, max_batch: int = 1) -> Session:
     """A session on the target in `dtype` with the drafter that the command line would take."""
-    options = ModelOptions(target=target_name, drafter=drafter_name)
-    target: Target = load_target(target_name, dtype)
-    path = drafter_path(options)
-    assert path is not None, "a benchmark of speculation needs a drafter"
-    drafter = read_drafter(path, target.decoder, target.digest).prepare()
-    return Session(target, Engine(target, drafter, EngineSettings(max_batch=max_batch, max_length=4096)))
+    chosen = {"target": target_name, "drafter": drafter_name, "dtype": dtype}
+    session = open_session(ModelOptions.from_dict(chosen, "options"), max_batch)
+    assert session.speculates, "a benchmark of speculation needs a drafter"
+    return session

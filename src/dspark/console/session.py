@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from dspark.console.config import AnswerOptions, ModelOptions
+from dspark.data.chat import ChatTemplate
+from dspark.data.conversation import Message
 from dspark.drafters.layouts.deepspec import read_drafter
 from dspark.engine.config import EngineSettings
 from dspark.engine.engine import Engine, StepOutput
@@ -52,11 +54,9 @@ class Session:
         """Token ids of a conversation, ending where the assistant begins. Raises RequestError for an empty turn."""
         if not messages[-1]["content"].strip():
             raise RequestError("prompt is empty: write something to answer")
-        tokenizer = self.target.tokenizer
-        if not tokenizer.chat_template:
+        if not self.target.tokenizer.chat_template:
             return self.text_ids("\n".join(m["content"] for m in messages))
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return ChatTemplate(self.target.tokenizer).prompt_ids([Message(**m) for m in messages])
 
     def text_ids(self, text: str) -> list[int]:
         """Token ids of plain text. Raises RequestError when it is empty."""
@@ -98,14 +98,17 @@ class Session:
                     yield output
 
 
-def open_session(options: ModelOptions) -> Session:
-    """Load target and drafter as the options say. Raises CheckpointError naming what does not fit."""
+def open_session(options: ModelOptions, max_batch: int = 1) -> Session:
+    """Load target and drafter as the options say, for `max_batch` requests at once.
+
+    Raises CheckpointError naming what does not fit.
+    """
     if options.threads:
         torch.set_num_threads(options.threads)
     target = load_target(options.target, options.dtype)
     path = drafter_path(options)
     drafter = None if path is None else read_drafter(path, target.decoder, target.digest).prepare()
-    settings = EngineSettings(max_batch=1, max_length=4096, num_draft_tokens=options.num_draft_tokens)
+    settings = EngineSettings(max_batch=max_batch, max_length=4096, num_draft_tokens=options.num_draft_tokens)
     return Session(target, Engine(target, drafter, settings))
 
 

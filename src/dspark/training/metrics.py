@@ -11,6 +11,7 @@ from typing import Self
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+from dspark.files import atomic_path
 from dspark.training.batch import TrainBatch
 
 
@@ -96,7 +97,8 @@ def _drop_from(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    with atomic_path(path) as temporary:
+        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
 def _step_of(line: str) -> float:

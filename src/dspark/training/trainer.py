@@ -14,7 +14,7 @@ from dspark.drafters.dspark import Drafter
 from dspark.errors import CheckpointError
 from dspark.log import get_logger, progress
 from dspark.models.decoder import Decoder
-from dspark.training.batch import SampleSource, TrainBatch, collate
+from dspark.training.batch import SampleSource, TrainBatch, collate, slot_weights
 from dspark.training.checkpoint import load_latest, save_state
 from dspark.training.config import TrainSettings
 from dspark.training.metrics import MetricLog, MetricSums
@@ -84,7 +84,7 @@ class Trainer:
     def train_step(self, batches: list[TrainBatch]) -> MetricSums:
         """One optimizer step over its micro-batches; each loss term is normalised by the whole step's weights."""
         s = self.settings
-        weight_sum = sum(float(slot_weight_sum(b, s.loss.decay)) for b in batches)
+        weight_sum = sum(float(slot_weights(b.slot_mask, s.loss.decay).sum()) for b in batches)
         rate = learning_rate(self.step, self.total_steps, s)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -141,12 +141,6 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
         _log.info("resuming at step %d of %d", self.step, self.total_steps)
-
-
-def slot_weight_sum(batch: TrainBatch, decay: float) -> Tensor:
-    """Sum of the position weights of a micro-batch's slots."""
-    k = torch.arange(batch.slot_mask.shape[-1], dtype=torch.float32)
-    return (batch.slot_mask.flatten(0, 1).sum(dim=0) * torch.exp(-k / decay)).sum()
 
 
 def _draft_index(drafter: Drafter) -> Tensor | None:
