@@ -22,7 +22,7 @@ INIT_STD = 0.02
 def drafter_config(shape: DrafterShape, target: Decoder, target_layer_ids: tuple[int, ...]) -> DrafterConfig:
     """The drafter's config: the recipe's choices over the target's sizes. Raises ConfigError where they clash."""
     t = target.config
-    fields = shape.model_dump(exclude={"intermediate_size", "target_layer_ids"})
+    fields = shape.model_dump(exclude={"intermediate_size", "num_key_value_heads", "target_layer_ids"})
     if shape.target_layer_ids and shape.target_layer_ids != target_layer_ids:
         raise ConfigError(
             f"drafter.target_layer_ids {list(shape.target_layer_ids)} are not the cache's {list(target_layer_ids)}: "
@@ -37,7 +37,7 @@ def drafter_config(shape: DrafterShape, target: Decoder, target_layer_ids: tuple
             "hidden_size": t.hidden_size,
             "intermediate_size": shape.intermediate_size or t.intermediate_size,
             "num_attention_heads": t.num_attention_heads,
-            "num_key_value_heads": t.num_key_value_heads,
+            "num_key_value_heads": shape.num_key_value_heads or t.num_key_value_heads,
             "head_dim": t.head_dim,
             "rms_norm_eps": t.rms_norm_eps,
             "rope": t.rope,

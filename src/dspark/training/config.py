@@ -32,6 +32,8 @@ class DrafterShape(Settings):
     num_hidden_layers: int = 2
     intermediate_size: int | None = None
     """None: the target's."""
+    num_key_value_heads: int | None = None
+    """None: the target's. A narrow target leaves little room for the context in its few heads; more cost little."""
     target_layer_ids: tuple[int, ...] = ()
     """Empty: five layers spread evenly."""
     block_size: int = 7
