@@ -32,6 +32,7 @@ from dspark.models.target import DtypeName, Target, load_target
 from dspark.training.batch import TrainSample
 from dspark.training.build import adapt_scale, drafter_config, new_drafter
 from dspark.training.config import TrainSettings
+from dspark.training.parallel import join_ranks
 from dspark.training.trainer import Trainer
 
 _log = get_logger(__name__)
@@ -99,11 +100,14 @@ def train(settings: TrainSettings) -> None:
     samples = JoinedCaches(settings.cache)
     if len(samples) < settings.batch_size:
         raise ConfigError(f"batch_size {settings.batch_size} exceeds the {len(samples)} samples of the cache: lower it")
-    target = load_target(settings.target, "float32", pack=False)
-    drafter = build_drafter(settings, target, samples)
-    trainer = Trainer(settings, target.decoder, drafter, samples, samples.lengths(), exporter(settings, target))
-    with graceful_stop(trainer):
-        trainer.run()
+    with join_ranks(settings.device) as ranks:
+        target = load_target(settings.target, "float32", pack=False)
+        target.decoder.to(ranks.device)
+        drafter = build_drafter(settings, target, samples).to(ranks.device)
+        export = exporter(settings, target)
+        trainer = Trainer(settings, target.decoder, drafter, samples, samples.lengths(), export, ranks)
+        with graceful_stop(trainer):
+            trainer.run()
     _log.info("drafter written to %s", settings.out / "last")
 
 

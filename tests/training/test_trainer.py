@@ -1,57 +1,35 @@
 """The training loop: it learns, and a run that was cut off goes on as if it had not been."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny_training
 import torch
+from tiny_training import TAPS, Row
 
-from dspark.drafters.dspark import Drafter
 from dspark.errors import CheckpointError, ConfigError
 from dspark.models.decoder import Decoder
 from dspark.training.batch import collate
-from dspark.training.build import drafter_config, frequent_tokens, new_drafter
-from dspark.training.config import DrafterShape, TrainSettings
+from dspark.training.build import drafter_config, frequent_tokens
+from dspark.training.config import DrafterShape
+from dspark.training.parallel import Ranks
 from dspark.training.trainer import Trainer
 
-TAPS = (0, 2)
 MakeTrainer = Callable[..., Trainer]
 
 
 @pytest.fixture
-def make_trainer(target: Decoder, rows: list, tmp_path: Path) -> MakeTrainer:
+def make_trainer(target: Decoder, rows: list[Row], tmp_path: Path, alone: Ranks) -> MakeTrainer:
     def make(output: str = "run", shape: dict[str, object] | None = None, **changes: object) -> Trainer:
-        base: dict[str, object] = {
-            "cache": [],
-            "out": tmp_path / output,
-            "drafter": {"num_hidden_layers": 1, "block_size": 3, "mask_token_id": 1, "markov_rank": 4} | (shape or {}),
-            "num_anchors": 8,
-            "batch_size": 4,
-            "accumulation": 2,
-            "max_steps": 8,
-            "learning_rate": 5e-3,
-            "compute_dtype": "float32",
-            "save_every": 3,
-            "log_every": 1,
-        }
-        settings = TrainSettings.from_dict(base | changes, "test")
-        config = drafter_config(settings.drafter, target, TAPS)
-        drafter = new_drafter(config, target, rows, settings.seed)
-        lengths = np.array([len(row.token_ids) for row in rows])
-
-        def export(drafter: Drafter, path: Path) -> None:
-            path.mkdir(exist_ok=True)
-
-        return Trainer(settings, target, drafter, rows, lengths, export)
+        return tiny_training.make_trainer(target, rows, tmp_path / output, alone, shape or {}, changes)
 
     return make
 
 
 def losses(trainer: Trainer) -> list[float]:
-    lines = (trainer.settings.out / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return tiny_training.losses(trainer.settings.out)
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
@@ -107,9 +85,9 @@ def test_other_settings_are_refused(make_trainer: MakeTrainer) -> None:
 def test_a_damaged_state_is_named(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(max_steps=2)
     trainer.run()
-    state = next((trainer.settings.out / "states").glob("step-*")) / "state.pt"
+    state = next((trainer.settings.out / "states").glob("step-*")) / "__0_0.distcp"
     state.write_bytes(state.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match="state.pt: cannot be read"):
+    with pytest.raises(CheckpointError, match="step-00000002: cannot be read"):
         make_trainer(max_steps=2).run()
 
 

@@ -47,6 +47,11 @@ class TrainBatch(NamedTuple):
     valid: Tensor  # bool [B, A]
     slot_mask: Tensor  # bool [B, A, G]: the slot's target is inside the anchor's supervised span
 
+    def to(self, device: torch.device) -> TrainBatch:
+        """The same batch on another device."""
+        moved = {name: t.to(device, non_blocking=True) for name, t in self._asdict().items() if t is not None}
+        return self._replace(**moved)
+
 
 def anchor_candidates(loss_mask: np.ndarray) -> np.ndarray:
     """Positions that may be anchors: supervised, and the next token supervised too. [S] -> [<= S] ascending.

@@ -64,7 +64,7 @@ class TrainSettings(Settings):
     batch_size: int = Field(8, gt=0)
     """Sequences per micro-batch."""
     accumulation: int = Field(1, gt=0)
-    """Micro-batches per optimizer step."""
+    """Micro-batches per optimizer step, over all processes."""
     epochs: int = Field(10, gt=0)
     max_steps: int | None = None
     """Stop (and end the schedule) after so many optimizer steps; None: all epochs."""
@@ -80,9 +80,10 @@ class TrainSettings(Settings):
     save_every: int = Field(200, gt=0)
     """Optimizer steps between checkpoints."""
     log_every: int = Field(10, gt=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int | None = None
     """CPU threads; None: torch's default."""
 
     def identity(self) -> str:
         """A digest of what decides the losses; runs with the same one may continue each other."""
-        return self.replace(out=Path(), cache=(), save_every=1, log_every=1, num_threads=None).digest()
+        return self.replace(out=Path(), cache=(), save_every=1, log_every=1, num_threads=None, device="auto").digest()

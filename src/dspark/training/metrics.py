@@ -13,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from dspark.files import atomic_path
 from dspark.training.batch import TrainBatch
+from dspark.training.parallel import Ranks
 
 
 class MetricSums:
@@ -49,6 +50,13 @@ class MetricSums:
         for name, (n, d) in other.sums.items():
             self.increase(name, n, d)
         self.values.update(other.values)
+
+    def reduce(self, ranks: Ranks) -> None:
+        """Add what the other processes counted; time is the main one's."""
+        for other in ranks.gather(self.sums)[1:]:
+            for name, (n, d) in other.items():
+                if name not in ("seconds", "data_wait_share"):
+                    self.increase(name, n, 0.0 if name == "loss" else d)
 
     def results(self) -> dict[str, float]:
         """Every metric's quotient; totals (tokens) become rates per second."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dspark.drafters.dspark import Drafter
 from dspark.models.decoder import Decoder
@@ -25,6 +25,17 @@ class Objective(NamedTuple):
 
     loss: Tensor
     metrics: dict[str, tuple[Tensor, Tensor]]
+
+
+class TrainStep(nn.Module):
+    """`micro_objective` as a module, so that whatever shards or gathers parameters surrounds every use of them."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__()
+        self.drafter = drafter
+
+    def forward(self, target: Decoder, batch: TrainBatch, mix: LossMix, draft_index: Tensor | None) -> Objective:
+        return micro_objective(self.drafter, target, batch, mix, draft_index)
 
 
 def micro_objective(

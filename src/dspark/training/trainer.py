@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from dspark.drafters.dspark import Drafter
 from dspark.errors import CheckpointError
 from dspark.log import get_logger, progress
 from dspark.models.decoder import Decoder
 from dspark.training.batch import SampleSource, TrainBatch, collate, slot_weights
-from dspark.training.checkpoint import load_latest, save_state
+from dspark.training.checkpoint import StateWriter, latest_state, load_tensors
 from dspark.training.config import TrainSettings
 from dspark.training.metrics import MetricLog, MetricSums
-from dspark.training.objective import micro_objective
+from dspark.training.objective import TrainStep
 from dspark.training.optim import build_optimizer, learning_rate
+from dspark.training.parallel import Ranks, whole_tensor
 from dspark.training.sampler import EpochSampler
 
 _log = get_logger(__name__)
@@ -40,41 +45,51 @@ class Trainer:
         samples: SampleSource,
         lengths: np.ndarray,
         export: Callable[[Drafter, Path], None],
+        ranks: Ranks,
     ) -> None:
         self.settings, self.target, self.drafter, self.samples, self.export = settings, target, drafter, samples, export
+        self.ranks = ranks
+        ranks.check(settings.accumulation)
         self.sampler = EpochSampler(lengths, settings.batch_size, settings.seed)
         self.steps_per_epoch = max(1, self.sampler.batches_per_epoch // settings.accumulation)
         self.total_steps = settings.max_steps or settings.epochs * self.steps_per_epoch
-        self.optimizer = build_optimizer(drafter, settings)
+        self.module = TrainStep(drafter)
+        ranks.shard(self.module)
+        self.optimizer = build_optimizer(self.module, settings)
         self.draft_index = _draft_index(drafter)
+        self.states = StateWriter(settings.out / "states", ranks)
         self.step = 0
         self.stop_requested = False
 
     def run(self) -> None:
         """Train to the last step, saving on the way, at the end, and when interrupted."""
         self.resume()
-        log = MetricLog(self.settings.out, self.step)
-        with progress(self.total_steps, "train", "step", initial=self.step) as bar, log:
+        log = MetricLog(self.settings.out, self.step) if self.ranks.is_main else None
+        with progress(self.total_steps, "train", "step", initial=self.step) as bar, log or nullcontext():
             try:
-                while self.step < self.total_steps and not self.stop_requested:
+                while self.step < self.total_steps and not self.ranks.total(self.stop_requested):
                     started = time.perf_counter()
                     batches = self.load_step(self.step)
                     waited = time.perf_counter() - started
                     sums = self.train_step(batches)
                     sums.add_time(time.perf_counter() - started, waited)
-                    log.add(self.step, sums, flush=self.step % self.settings.log_every == 0)
-                    bar.set_postfix_str(log.headline, refresh=False)
+                    sums.reduce(self.ranks)
+                    if log is not None:
+                        log.add(self.step, sums, flush=self.step % self.settings.log_every == 0)
+                        bar.set_postfix_str(log.headline, refresh=False)
                     bar.update(1)
+                    self.states.poll()
                     if self.step % self.settings.save_every == 0:
                         self.save()
             finally:
                 self.save()
+                self.states.finish()
 
     def load_step(self, step: int) -> list[TrainBatch]:
-        """The micro-batches of optimizer step `step`: a pure function of the seed and the step."""
+        """This process's micro-batches of optimizer step `step`: a pure function of the seed and the step."""
         s = self.settings
         batches = []
-        for micro in range(s.accumulation):
+        for micro in self.ranks.share(s.accumulation):
             index = step * s.accumulation + micro
             rng = np.random.default_rng([s.seed, index, 1])
             samples = [self.samples[int(i)] for i in self.sampler.batch(index)]
@@ -82,21 +97,24 @@ class Trainer:
         return batches
 
     def train_step(self, batches: list[TrainBatch]) -> MetricSums:
-        """One optimizer step over its micro-batches; each loss term is normalised by the whole step's weights."""
-        s = self.settings
+        """One optimizer step over its micro-batches; each loss term is normalised by the whole step's weights.
+
+        A micro-batch with nothing to train runs like any other, so that the processes stay in step.
+        """
+        s, device = self.settings, self.ranks.device
         weight_sum = sum(float(slot_weights(b.slot_mask, s.loss.decay).sum()) for b in batches)
+        weight_sum = max(self.ranks.total(weight_sum), 1e-9)
         rate = learning_rate(self.step, self.total_steps, s)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         sums = MetricSums()
-        for batch in batches:
-            if not batch.slot_mask.any():
-                continue
-            with torch.autocast("cpu", torch.bfloat16, enabled=s.compute_dtype == "bfloat16"):
-                objective = micro_objective(self.drafter, self.target, batch, s.loss, self.draft_index)
-            (objective.loss / weight_sum).backward()  # type: ignore[no-untyped-call]
+        for i, batch in enumerate(batches):
+            self.ranks.sync_gradients(self.module, last=i == len(batches) - 1)
+            with torch.autocast(device.type, torch.bfloat16, enabled=s.compute_dtype == "bfloat16"):
+                objective = self.module(self.target, batch.to(device), s.loss, self.draft_index)
+            (objective.loss / weight_sum).backward()
             sums.add(objective.metrics, objective.loss, weight_sum, batch)
-        norm = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), s.max_grad_norm)
+        norm = whole_tensor(torch.nn.utils.clip_grad_norm_(self.module.parameters(), s.max_grad_norm))
         if not torch.isfinite(norm):
             raise CheckpointError(
                 f"step {self.step}: the gradient is not finite; lower learning_rate or check the cache"
@@ -108,45 +126,61 @@ class Trainer:
         return sums
 
     def save(self) -> None:
-        """Write the training state and a servable checkpoint."""
-        state = {
+        """Start to write the training state, and write a servable checkpoint."""
+        run = {
             "step": self.step,
             "total_steps": self.total_steps,
             "settings": self.settings.identity(),
-            "drafter": self.drafter.state_dict(),
-            "feature_scale": self.drafter.backbone.feature_scale,
-            "token_ids": self.drafter.token_ids,
-            "optimizer": self.optimizer.state_dict(),
+            "draft_vocabulary": _digest(self.drafter.token_ids),
         }
-        save_state(self.settings.out / "states", self.step, state)
-        self.export(self.drafter, self.settings.out / "last")
+        self.states.save(self.step, self._tensors(), run)
+        with self.ranks.whole(self.module):
+            if self.ranks.is_main:
+                self.export(self.drafter, self.settings.out / "last")
+        self.ranks.wait()
 
     def resume(self) -> None:
         """Continue from the newest state, if there is one. Raises CheckpointError when its settings differ."""
-        state = load_latest(self.settings.out / "states")
-        if state is None:
+        found = latest_state(self.settings.out / "states")
+        if found is None:
             return
-        if state["settings"] != self.settings.identity():
+        path, run = found
+        if run["settings"] != self.settings.identity():
             raise CheckpointError(
                 f"{self.settings.out}: holds a run with other settings; choose another output or restore its recipe"
             )
-        ours, theirs = self.drafter.token_ids, state["token_ids"]
-        if (ours is None) != (theirs is None) or (ours is not None and not torch.equal(ours, theirs)):
+        if run["draft_vocabulary"] != _digest(self.drafter.token_ids):
             raise CheckpointError(
                 f"{self.settings.out}: was trained on another draft vocabulary; has the cache changed? "
                 "Restore it, or choose another output and set init_from"
             )
-        self.drafter.load_state_dict(state["drafter"])
-        self.drafter.backbone.feature_scale.copy_(state["feature_scale"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
+        tensors = self._tensors()
+        load_tensors(path, tensors)
+        set_state_dict(
+            self.module,
+            self.optimizer,
+            model_state_dict=tensors["model"],
+            optim_state_dict=tensors["optimizer"],
+        )
+        self.drafter.backbone.feature_scale.copy_(tensors["feature_scale"])
+        self.step = run["step"]
         _log.info("resuming at step %d of %d", self.step, self.total_steps)
+
+    def _tensors(self) -> dict[str, Any]:
+        """All that changes from step to step, by name; sharded where the parameters are."""
+        model, optimizer = get_state_dict(self.module, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "feature_scale": self.drafter.backbone.feature_scale}
+
+
+def _digest(token_ids: Tensor | None) -> str | None:
+    """Names a draft vocabulary."""
+    return None if token_ids is None else hashlib.sha256(token_ids.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def _draft_index(drafter: Drafter) -> Tensor | None:
     """Target id -> draft index, -1 outside the draft vocabulary: [V], or None for a full vocabulary."""
     if drafter.token_ids is None:
         return None
-    index = torch.full((drafter.config.vocab_size,), -1)
-    index[drafter.token_ids] = torch.arange(len(drafter.token_ids))
+    index = torch.full((drafter.config.vocab_size,), -1, device=drafter.token_ids.device)
+    index[drafter.token_ids] = torch.arange(len(drafter.token_ids), device=index.device)
     return index

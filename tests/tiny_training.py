@@ -1,0 +1,98 @@
+"""A tiny target, samples that it really produced, and a trainer over them: for tests in and outside pytest."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dspark.drafters.dspark import Drafter
+from dspark.models.attention import AttentionBatch
+from dspark.models.config import DecoderConfig
+from dspark.models.decoder import Decoder
+from dspark.training.build import drafter_config, new_drafter
+from dspark.training.config import TrainSettings
+from dspark.training.parallel import Ranks
+from dspark.training.trainer import Trainer
+
+VOCAB, HIDDEN, LAYERS, TAPS = 40, 32, 4, (0, 2)
+
+
+class Row(NamedTuple):
+    sample_id: int
+    token_ids: Tensor
+    loss_mask: Tensor
+    features: Tensor
+    last_hidden: Tensor
+    log_normalizer: Tensor | None
+
+
+def make_target() -> Decoder:
+    torch.manual_seed(0)
+    config = DecoderConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        layer_types=("full_attention",) * LAYERS,
+        tie_word_embeddings=True,
+    )
+    decoder = Decoder(config).requires_grad_(False).eval()
+    decoder.embed_tokens.weight.mul_(2.0)
+    return decoder
+
+
+def make_rows(target: Decoder) -> list[Row]:
+    """24 sequences of 12-30 random tokens, the later two thirds supervised, with the target's states."""
+    rng, made = np.random.default_rng(0), []
+    for i in range(24):
+        length = int(rng.integers(12, 31))
+        ids = torch.from_numpy(rng.integers(0, VOCAB, length))
+        batch = AttentionBatch.build(torch.arange(length)[None], [length], [[1, 2, 3, 4]], 8)
+        out = target(ids[None], batch, target.new_cache(5, 8), TAPS)
+        mask = torch.zeros(length, dtype=torch.uint8)
+        mask[length // 3 :] = 1
+        normalizer = target.logits(out.hidden[0]).logsumexp(-1)
+        made.append(Row(i, ids.int(), mask, out.taps[0].bfloat16(), out.hidden[0].bfloat16(), normalizer))
+    return made
+
+
+def make_trainer(
+    target: Decoder, rows: list[Row], out: Path, ranks: Ranks, shape: dict[str, object], changes: dict[str, object]
+) -> Trainer:
+    """Eight steps of two micro-batches of four sequences, saved every third step, unless `changes` say otherwise."""
+    base: dict[str, object] = {
+        "cache": [],
+        "out": out,
+        "drafter": {"num_hidden_layers": 1, "block_size": 3, "mask_token_id": 1, "markov_rank": 4} | shape,
+        "num_anchors": 8,
+        "batch_size": 4,
+        "accumulation": 2,
+        "max_steps": 8,
+        "learning_rate": 5e-3,
+        "compute_dtype": "float32",
+        "save_every": 3,
+        "log_every": 1,
+    }
+    settings = TrainSettings.from_dict(base | changes, "test")
+    drafter = new_drafter(drafter_config(settings.drafter, target, TAPS), target, rows, settings.seed)
+    lengths = np.array([len(row.token_ids) for row in rows])
+    return Trainer(settings, target, drafter, rows, lengths, export, ranks)
+
+
+def export(drafter: Drafter, path: Path) -> None:
+    """What a servable checkpoint needs: every parameter, whole."""
+    path.mkdir(exist_ok=True, parents=True)
+    torch.save({name: p.detach().clone() for name, p in drafter.named_parameters()}, path / "drafter.pt")
+
+
+def losses(out: Path) -> list[float]:
+    """The loss of every step that a run logged."""
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
