@@ -43,13 +43,17 @@ def sha256_file(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_jsonl(path: str | Path, skip_bad: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_jsonl(
+    path: str | Path, skip_bad: bool = False, bad: list[str] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number from 1, object) for each line of a JSON-lines file; empty lines are passed over.
 
     A file that cannot be read, and a line that is not one JSON object in UTF-8, raise `DataError` naming the file
-    and the line. With `skip_bad` such lines are left out, and one warning at the end tells how many there were.
+    and the line. With `skip_bad` such lines are left out, and one warning at the end tells how many there were; a
+    caller that gives `bad` gets "line N: problem" of each there instead of the warning.
     """
-    bad: list[str] = []
+    warn = bad is None
+    bad = [] if bad is None else bad
     try:
         with Path(path).open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -65,7 +69,7 @@ def read_jsonl(path: str | Path, skip_bad: bool = False) -> Iterator[tuple[int, 
                     yield number, row
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    if bad:
+    if bad and warn:
         _log.warning("%s: skipped %d bad lines (first: %s)", path, len(bad), bad[0])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +35,10 @@ class ChatTemplate:
 
     tokenizer: Tokenizer
     variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatTemplate:
+        """The same template, told of the tools that the assistant may call; itself when there are none."""
+        return replace(self, variables={**self.variables, "tools": list(tools)}) if tools else self
 
     def text(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
         """Render messages to text. Raises `DataError` when there is no template or the template refuses them."""

@@ -5,8 +5,9 @@ messages before it plus the generation prompt shows where its answer begins, and
 and including it shows where the answer ends. The whole text is tokenised once, and character spans become token spans
 through the tokenizer's offsets.
 
-Supervised: the answer's words and its end of turn. Not supervised: the separator after the end of turn (a target never
-generates it) and an empty thinking block that the template puts in by itself. The row ends with its last answer.
+Supervised: the answer's words, its tool calls and its end of turn. Not supervised: the separator after the end of turn
+(a target never generates it) and an empty thinking block that the template puts in by itself. The row ends with its
+last answer.
 """
 
 import re
@@ -77,10 +78,11 @@ def render(chat: ChatTemplate, conversation: Conversation, max_length: int) -> R
     unsupervised, and the row is refused only when no answer remains.
     """
     messages = conversation.messages
-    answers = [i for i, m in enumerate(messages) if i > 0 and m.role == "assistant" and m.content.strip()]
+    answers = [i for i, message in enumerate(messages) if i > 0 and _says_something(message)]
     if not answers:
         raise RowRefused(SkipReason.NO_ANSWER)
     messages = messages[: answers[-1] + 1]
+    chat = chat.with_tools(conversation.tools)
     try:
         text, spans = _supervised_text(chat, messages, answers)
     except DataError as error:
@@ -92,6 +94,10 @@ def render(chat: ChatTemplate, conversation: Conversation, max_length: int) -> R
     token_ids, offsets = _tokenise(chat, text[: spans[-1].end])
     token_spans = [_token_span(offsets, span.start, span.end) for span in spans]
     return _cut(token_ids, token_spans, max_length, conversation)
+
+
+def _says_something(message: Message) -> bool:
+    return message.role == "assistant" and bool(message.content.strip() or message.tool_calls)
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,7 @@ def _marker_after(chat: ChatTemplate, messages: Sequence[Message], text: str) ->
     if chat.special_at_end(text.rstrip()) is not None:
         return ""
     try:
-        longer = chat.text((*messages, Message("user", "?")))
+        longer = chat.text((*messages, Message("tool" if messages[-1].tool_calls else "user", "?")))
     except DataError:
         return ""
     if not longer.startswith(text):
@@ -145,8 +151,8 @@ def _next_marker(chat: ChatTemplate, following: str) -> int:
 
 def _locate(chat: ChatTemplate, messages: Sequence[Message], index: int, text: str) -> _Answer | None:
     """Find what answer `index` supervises in `text`, or None where the prefixes do not tell."""
-    content = messages[index].content.strip()
     through = chat.text(messages[: index + 1])
+    content = _body(chat, messages[: index + 1], through)
     start = _answer_start(chat, messages[:index], content, text)
     if start is None:
         return None
@@ -166,6 +172,19 @@ def _locate(chat: ChatTemplate, messages: Sequence[Message], index: int, text: s
     elif chat.special_at_end(through.rstrip()) is None:
         end += _next_marker(chat, text[end:])
     return _Answer(index, start, end)
+
+
+def _body(chat: ChatTemplate, messages: Sequence[Message], through: str) -> str:
+    """What surely stands in the text of the last of `messages`: its words, or all that the template makes of them.
+
+    The latter where tool calls or thoughts come with the words. `through` is the rendering of `messages`.
+    """
+    *before, answer = messages
+    if not (answer.tool_calls or answer.reasoning_content):
+        return answer.content.strip()
+    start = _num_shared(chat.text(before, add_generation_prompt=True), through)
+    thought = _EMPTY_THOUGHT.match(through, start)
+    return through[thought.end() if thought else start :].strip()
 
 
 def _answer_start(chat: ChatTemplate, before: Sequence[Message], content: str, text: str) -> int | None:
