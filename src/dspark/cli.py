@@ -12,7 +12,7 @@ import tyro
 
 from dspark.cache.config import CacheSettings
 from dspark.config import Settings, read_toml
-from dspark.console.config import ChatOptions, DemoOptions, GenerateOptions
+from dspark.console.config import ChatOptions, DemoOptions, GenerateOptions, ShowOptions
 from dspark.errors import ConfigError, DsparkError
 from dspark.generation.config import RegenerateSettings, SynthesizeSettings
 from dspark.log import configure_logging
@@ -97,6 +97,16 @@ def train(recipe: Recipe, overrides: Overrides = ()) -> None:
     run(settings)
 
 
+def show(options: Annotated[ShowOptions, tyro.conf.arg(name="")]) -> None:
+    """Show which tokens of conversations are trained, as a target's chat template renders them; nothing is written.
+
+    Example: dspark data show answers.jsonl --target smollm2-135m --limit 2
+    """
+    from dspark.console.show import show as run
+
+    run(options)
+
+
 COMMANDS: dict[str, Callable[..., Any]] = {
     "generate": generate,
     "chat": chat,
@@ -106,6 +116,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "cache": cache,
     "train": train,
 }
+DATA_COMMANDS: dict[str, Callable[..., Any]] = {"show": show}
 
 
 def load_recipe(kind: type[S], path: Path, overrides: tuple[str, ...]) -> S:
@@ -131,12 +142,24 @@ def parse_value(text: str) -> Any:
         return text
 
 
+def command_line() -> tyro.extras.SubcommandApp:
+    """Every subcommand, those on data files under `dspark data`."""
+    app, data = tyro.extras.SubcommandApp(), tyro.extras.SubcommandApp()
+    for name, run in DATA_COMMANDS.items():
+        data.command(name=name)(run)
+    for name, run in COMMANDS.items():
+        app.command(name=name)(run)
+    app.command(
+        data, name="data", help="Look at conversations, make prompt files. Example: dspark data show rows.jsonl"
+    )
+    return app
+
+
 def main() -> None:
     """Entry point: exit code 0, 2 for bad input (one line on stderr), 130 after Ctrl-C."""
     configure_logging()
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            COMMANDS,
+        command_line().cli(
             prog="dspark",
             description="Speculative decoding with DSpark drafters: train one, and decode faster with the same text.",
             config=(tyro.conf.OmitArgPrefixes,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -50,9 +51,9 @@ class OutputOptions(Settings):
     """How the answer is shown."""
 
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print one JSON object instead of text."""
+    """Print JSON instead of text, one object a line."""
     color: bool = True
-    """Colour tokens by origin: accepted draft, bonus. Off when the output is not a terminal."""
+    """Colour tokens by what they are (accepted draft, bonus; trained). Off when the output is not a terminal."""
 
 
 class GenerateOptions(Settings):
@@ -84,6 +85,25 @@ class ChatOptions(Settings):
     """A system message that stands before every turn."""
     model: ModelOptions = ModelOptions()
     answer: AnswerOptions = AnswerOptions()
+    output: OutputOptions = OutputOptions()
+
+
+class ShowOptions(Settings):
+    """Show which tokens of conversations are trained, as a target's chat template renders them; nothing is written.
+
+    Example: dspark data show answers.jsonl --target smollm2-135m --limit 2
+    """
+
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional] = Field(min_length=1)
+    """JSON-lines files of conversations: rows of messages, conversations or turns."""
+    target: str = "smollm2-135m"
+    """Whose tokenizer and chat template: a built-in name, a Hugging Face directory or hub id, or a GGUF file."""
+    limit: int = Field(3, ge=0)
+    """Conversations to print; the counts at the end are of all rows."""
+    max_length: int = Field(2048, ge=2)
+    """Tokens kept of a conversation."""
+    skip_bad: bool = False
+    """Leave malformed lines out and count them instead of stopping."""
     output: OutputOptions = OutputOptions()
 
 
