@@ -5,7 +5,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,11 @@ def read_jsonl(
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     if bad and warn:
         _log.warning("%s: skipped %d bad lines (first: %s)", path, len(bad), bad[0])
+
+
+def json_line(row: Mapping[str, Any]) -> bytes:
+    """Return `row` as one line of a JSON-lines file, line break included."""
+    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
 
 def _parse_object(line: bytes) -> dict[str, Any]:

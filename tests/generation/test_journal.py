@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from dspark.draws import draw, draw_integer
 from dspark.generation.journal import Journal
-from dspark.generation.stream import draw, draw_integer
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"id": "c"', b'{"id": "c", "text": "' + b"x" * 200_000])

@@ -12,12 +12,14 @@ import pytest
 
 from dspark.data.chat import ChatTemplate
 from dspark.data.conversation import Message, read_conversations
+from dspark.draws import draw_integer
 from dspark.engine.engine import Engine
 from dspark.engine.request import SamplingParams
 from dspark.errors import ConfigError, DataError
+from dspark.files import read_jsonl
+from dspark.generation.answering import select_prompts
 from dspark.generation.config import RegenerateSettings
-from dspark.generation.regenerate import regenerate, select_prompts
-from dspark.generation.stream import draw_integer
+from dspark.generation.regenerate import regenerate
 
 MakeEngine = Callable[[], Engine]
 
@@ -109,6 +111,9 @@ def test_a_prompt_too_long_is_left_out(
     assert (report.refused, set(found)) == (1, {"prompts:2", "prompts:3"})
     assert len(found["prompts:3"]["messages"]) == 2  # the second turn did not fit
     assert "prompts:1: left out: prompt has" in caplog.text
+    (left_out,) = read_jsonl(tmp_path / "answers.errors.jsonl")
+    assert left_out[1]["id"] == "prompts:1"
+    assert left_out[1]["error"].startswith("prompt has")
 
 
 def test_other_settings_and_bad_lines(make_engine: MakeEngine, tmp_path: Path) -> None:
@@ -127,7 +132,9 @@ KILLED = """
 import sys
 from pathlib import Path
 from dspark.engine.config import EngineSettings
+from dspark.draws import draw_integer
 from dspark.engine.engine import Engine
+from dspark.generation.answering import select_prompts
 from dspark.generation.config import RegenerateSettings
 from dspark.generation.regenerate import regenerate
 from dspark.models.target import load_target

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from dspark.errors import ConfigError, DataError
-from dspark.files import atomic_path, read_jsonl
+from dspark.files import atomic_path, json_line, read_jsonl
 
 
 class Journal:
@@ -40,7 +40,7 @@ class Journal:
     def append(self, row: dict[str, Any]) -> None:
         """Write one row; once this returns, a kill of the process does not lose it."""
         assert row["id"] not in self.ids
-        self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        self._file.write(json_line(row))
         self._file.flush()
         self.ids.add(row["id"])
 

@@ -1,6 +1,5 @@
 """Many requests through one engine, handed back as they finish."""
 
-import hashlib
 from collections.abc import Generator, Iterable
 from typing import Protocol, TypeVar
 
@@ -56,13 +55,3 @@ def _start(engine: Engine, task: T, live: dict[str, T]) -> bool:
         task.refuse(error)
         return False
     return True
-
-
-def draw(*names: object) -> float:
-    """A number in [0, 1) that depends on the names alone."""
-    return draw_integer(*names) / 2**64
-
-
-def draw_integer(*names: object) -> int:
-    """An integer in [0, 2**64) that depends on the names alone: the seed of one request."""
-    return int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:8], "little")
