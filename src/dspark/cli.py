@@ -65,14 +65,19 @@ def synthesize(recipe: Recipe, overrides: Overrides = ()) -> None:
 
 
 def regenerate(recipe: Recipe, overrides: Overrides = ()) -> None:
-    """Let the target answer prompts; resumes where it stopped.
+    """Let the target answer prompts, here or on OpenAI-compatible servers (endpoints); resumes where it stopped.
 
     Example: dspark regenerate recipes/regenerate.toml out=answers.jsonl max_tokens=192
     """
     settings = load_recipe(RegenerateSettings, recipe, overrides)
-    from dspark.stages import regenerate as run
+    if settings.endpoints:  # nothing is computed here: no torch
+        from dspark.generation.remote import regenerate as ask
 
-    run(settings)
+        ask(settings)
+    else:
+        from dspark.stages import regenerate as run
+
+        run(settings)
 
 
 def cache(recipe: Recipe, overrides: Overrides = ()) -> None:

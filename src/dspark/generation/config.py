@@ -9,6 +9,7 @@ from dspark.config import Settings
 from dspark.engine.config import EngineSettings
 
 Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Endpoint = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$")]
 
 
 class PromptSeed(Settings):
@@ -53,12 +54,37 @@ class SynthesizeSettings(Settings):
         return self
 
 
+class RemoteSettings(Settings):
+    """How servers are asked."""
+
+    model: str | None = None
+    """Name of the model in requests; None: the one that the servers list."""
+    api_key_env: str | None = None
+    """Environment variable that holds the API key; None: none is sent."""
+    concurrency: int = Field(16, ge=1)
+    """Requests at once to each endpoint."""
+    timeout: float = Field(600.0, gt=0, allow_inf_nan=False)
+    """Seconds for one answer."""
+    max_attempts: int = Field(6, ge=1)
+    """Requests for one answer; then its prompt is given up on, until the next run."""
+    backoff: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Seconds before the second request; doubled for each one after it, and drawn from the upper half of that."""
+    max_backoff: float = Field(60.0, gt=0, allow_inf_nan=False)
+    """Seconds that are waited at most; a server's Retry-After is kept to where it asks for more than `backoff`."""
+    max_failures: int = Field(50, ge=1)
+    """Stop after so many prompts given up on one after the other: then it is not the prompts' fault."""
+
+
 class RegenerateSettings(Settings):
-    """Answers of the target to given prompts, turn by turn."""
+    """Answers to given prompts, turn by turn: of a target loaded here, or of OpenAI-compatible servers."""
 
     target: str = "smollm2-135m"
-    """Built-in name, directory, GGUF file or hub id."""
+    """Built-in name, directory, GGUF file or hub id; not loaded where there are endpoints."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    endpoints: tuple[Endpoint, ...] = ()
+    """Servers of the target, such as "http://localhost:8000/v1"; /v1 is added where there is no path."""
+    remote: RemoteSettings = RemoteSettings()
+    """How the endpoints are asked."""
     prompts: tuple[Path, ...] = Field(min_length=1)
     """JSON-lines files; answers in them are left out."""
     out: Path
@@ -82,3 +108,9 @@ class RegenerateSettings(Settings):
     skip_bad: bool = False
     """Leave malformed lines out instead of stopping."""
     engine: EngineSettings = EngineSettings(max_batch=32, max_length=2048)
+
+    @model_validator(mode="after")
+    def _endpoints_are_unique(self) -> Self:
+        if len(set(self.endpoints)) < len(self.endpoints):
+            raise ValueError("endpoints: one is named twice: raise remote.concurrency to ask it more at once")
+        return self

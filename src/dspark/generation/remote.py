@@ -1,0 +1,132 @@
+"""Answers to prompts from OpenAI-compatible servers: the rows of local regeneration, without a target loaded here."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from dspark.data.sources import Prompt
+from dspark.errors import ConfigError, DsparkError
+from dspark.generation.answering import Answering, Answers, RegenerationReport, open_answers
+from dspark.generation.client import Answer, Client, Refused, Unavailable, backoff, retry, together
+from dspark.generation.config import RegenerateSettings, RemoteSettings
+from dspark.generation.probe import agreed_model, probe, request_body
+
+
+def regenerate(settings: RegenerateSettings) -> RegenerationReport:
+    """Append to `settings.out` the rows of `dspark.generation.regenerate`, answered by `settings.endpoints`.
+
+    A request that fails in passing is repeated, on whichever endpoint is free; a prompt that has no answer after
+    `remote.max_attempts` goes into the `.errors.jsonl` file beside `out` and is tried again by the next run. Rows are
+    on disk as soon as they are whole: a run that is killed and started again loses none and writes none twice.
+
+    Raises `ConfigError` for endpoints that do not answer at the start, serve different models, or refuse a setting,
+    and `DsparkError` when `remote.max_failures` prompts in a row had no answer.
+    """
+    return asyncio.run(_regenerate(settings))
+
+
+async def _regenerate(settings: RegenerateSettings) -> RegenerationReport:
+    async with AsyncExitStack() as stack:
+        key = _api_key(settings.remote)
+        clients = [Client(url, settings.remote, key) for url in settings.endpoints]
+        for client in clients:
+            await stack.enter_async_context(client)
+        model = await agreed_model(clients, settings.remote)
+        await together(probe(client, model, settings) for client in clients)
+        with open_answers(settings, model) as answers:
+            await _Run(settings, model, answers).through(clients)
+            return answers.report()
+
+
+def _api_key(remote: RemoteSettings) -> str | None:
+    if remote.api_key_env is None:
+        return None
+    key = os.environ.get(remote.api_key_env)
+    if not key:
+        raise ConfigError(f"remote.api_key_env: the environment variable {remote.api_key_env} is not set")
+    return key
+
+
+@dataclass
+class _Slot:
+    """Room for one request to a server, and how many have failed there in a row."""
+
+    client: Client
+    num_failures: int = 0
+
+
+@dataclass
+class _Run:
+    """Conversations under way: each takes a free slot for each request, and waits outside the slots."""
+
+    settings: RegenerateSettings
+    model: str
+    answers: Answers
+    slots: asyncio.Queue[_Slot] = field(default_factory=asyncio.Queue)
+    failures_in_a_row: int = 0
+
+    async def through(self, clients: list[Client]) -> None:
+        """Answer every prompt that is left."""
+        concurrency = self.settings.remote.concurrency
+        for _ in range(concurrency):
+            for client in clients:
+                self.slots.put_nowait(_Slot(client))
+        prompts = iter(self.answers.left)
+        await together(self._work(prompts) for _ in range(concurrency * len(clients)))
+
+    async def _work(self, prompts: Iterator[Prompt]) -> None:
+        for prompt in prompts:
+            await self._converse(Answering(prompt, self.settings))
+
+    async def _converse(self, task: Answering) -> None:
+        """Ask for one answer after the other, and write the row or give the prompt up."""
+        try:
+            over = False
+            while not over:
+                body = request_body(self.settings, self.model, (*task.messages, task.turn), task.temperature, task.seed)
+                answer = await retry(self.settings.remote, partial(self._ask, body))
+                over = task.add(answer.message, answer.num_tokens, answer.finished)
+        except Refused as error:
+            if not task.num_answers:
+                self._give_up(task, error)
+                return
+        except Unavailable as error:  # what it has of answers is not kept: the next run begins it again
+            self._give_up(task, error)
+            return
+        self.answers.write(task)
+
+    async def _ask(self, body: dict[str, Any]) -> Answer:
+        async with self._slot() as client:
+            answer = await client.complete(body)
+        self.failures_in_a_row = 0
+        return answer
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[Client]:
+        """A free slot's server; a slot where a request failed rests before it is free again."""
+        slot = await self.slots.get()
+        try:
+            yield slot.client
+        except Unavailable as error:
+            slot.num_failures += 1
+            rest = backoff(self.settings.remote, slot.num_failures, error.retry_after)
+            asyncio.get_running_loop().call_later(rest, self.slots.put_nowait, slot)
+            raise
+        except BaseException:
+            self.slots.put_nowait(slot)
+            raise
+        slot.num_failures = 0
+        self.slots.put_nowait(slot)
+
+    def _give_up(self, task: Answering, error: DsparkError) -> None:
+        self.answers.give_up(task, error)
+        self.failures_in_a_row += 1
+        if self.failures_in_a_row >= self.settings.remote.max_failures:
+            raise DsparkError(
+                f"{self.failures_in_a_row} prompts in a row had no answer (the last: {error}): mend the endpoints and "
+                "run again to go on"
+            )
