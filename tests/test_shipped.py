@@ -12,6 +12,7 @@ from dspark.cli import load_recipe
 from dspark.config import Settings
 from dspark.console.config import ModelOptions
 from dspark.console.session import SHIPPED_DRAFTERS, Session, drafter_path
+from dspark.data.config import PrepareSettings
 from dspark.drafters.layouts.deepspec import parse_config, read_drafter
 from dspark.engine.config import EngineSettings
 from dspark.engine.engine import Engine
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 EVALUATION = ROOT.parent / "shared" / "data" / "eval"
 KINDS: dict[str, type[Settings]] = {
     "synthesize": SynthesizeSettings,
+    "prepare": PrepareSettings,
     "regenerate": RegenerateSettings,
     "cache": CacheSettings,
     "train": TrainSettings,

@@ -13,6 +13,7 @@ import tyro
 from dspark.cache.config import CacheSettings
 from dspark.config import Settings, read_toml
 from dspark.console.config import ChatOptions, DemoOptions, GenerateOptions, ShowOptions
+from dspark.data.config import PrepareSettings
 from dspark.errors import ConfigError, DsparkError
 from dspark.generation.config import RegenerateSettings, SynthesizeSettings
 from dspark.log import configure_logging
@@ -112,6 +113,17 @@ def show(options: Annotated[ShowOptions, tyro.conf.arg(name="")]) -> None:
     run(options)
 
 
+def prepare(recipe: Recipe, overrides: Overrides = ()) -> None:
+    """Make prompt files from public or local sets: without duplicates and evaluation texts, some held out.
+
+    Example: dspark data prepare recipes/prepare.toml out=prompts held_out=0.01
+    """
+    settings = load_recipe(PrepareSettings, recipe, overrides)
+    from dspark.data.prepare import prepare as run
+
+    run(settings)
+
+
 COMMANDS: dict[str, Callable[..., Any]] = {
     "generate": generate,
     "chat": chat,
@@ -121,7 +133,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "cache": cache,
     "train": train,
 }
-DATA_COMMANDS: dict[str, Callable[..., Any]] = {"show": show}
+DATA_COMMANDS: dict[str, Callable[..., Any]] = {"show": show, "prepare": prepare}
 
 
 def load_recipe(kind: type[S], path: Path, overrides: tuple[str, ...]) -> S:

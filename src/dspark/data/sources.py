@@ -50,12 +50,17 @@ def read_prompts(paths: Iterable[str | Path], skip_bad: bool = False) -> Iterato
             _log.warning("%s: skipped %d rows without a user turn", path, empty)
 
 
-def _prompt(conversation: Conversation, path: Path, number: int) -> Prompt | None:
+def asked(conversation: Conversation) -> tuple[tuple[str, ...], str | None]:
+    """The user turns of a conversation that are not empty, and the system message that it begins with."""
     turns = tuple(m.content for m in conversation.messages if m.role == "user" and m.content.strip())
+    first = conversation.messages[0]
+    return turns, first.content if first.role == "system" else None
+
+
+def _prompt(conversation: Conversation, path: Path, number: int) -> Prompt | None:
+    turns, system = asked(conversation)
     if not turns:
         return None
-    first = conversation.messages[0]
-    system = first.content if first.role == "system" else None
     return Prompt(conversation.id or f"{path.stem}:{number}", conversation.source, path, turns, system)
 
 
