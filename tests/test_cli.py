@@ -156,6 +156,12 @@ def test_brackets_of_an_answer_are_not_markup(
     assert capsys.readouterr().out.count("x[n - 1] [bold]") == 2 * len(demo.PROMPTS)
 
 
+@pytest.mark.parametrize("name", [*cli.COMMANDS, *(f"data {name}" for name in cli.DATA_COMMANDS)])
+def test_help_shows_an_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, *name.split(), "--help") == 0
+    assert f"Example: dspark {name}" in capsys.readouterr().out
+
+
 def test_help_needs_no_torch() -> None:
     code = "import sys\nfrom dspark.cli import main\nsys.argv = ['dspark', 'train', '--help']\n"
     code += "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules\n"

@@ -113,8 +113,3 @@ def test_a_malformed_line_is_named(
 ) -> None:
     assert run(monkeypatch, rows, "--target", target) == 2
     assert "rows.jsonl: line 3: " in capsys.readouterr().err
-
-
-def test_help_shows_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "--help") == 0
-    assert "Example: dspark data show answers.jsonl" in capsys.readouterr().out

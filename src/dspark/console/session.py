@@ -56,7 +56,7 @@ class Session:
             raise RequestError("prompt is empty: write something to answer")
         if not self.target.tokenizer.chat_template:
             return self.text_ids("\n".join(m["content"] for m in messages))
-        return ChatTemplate(self.target.tokenizer).prompt_ids([Message(**m) for m in messages])
+        return ChatTemplate(self.target.tokenizer).prompt_ids([Message(m["role"], m["content"]) for m in messages])
 
     def text_ids(self, text: str) -> list[int]:
         """Token ids of plain text. Raises RequestError when it is empty."""

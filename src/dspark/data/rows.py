@@ -34,10 +34,10 @@ def fill(text: str, row: Mapping[str, Any]) -> str:
     return FIELD.sub(lambda found: _field(row, found[1]), text).strip()
 
 
-def _field(row: dict[str, Any], name: str) -> str:
+def _field(row: Mapping[str, Any], name: str) -> str:
     value: Any = row
     for key in [name] if name in row else name.split("."):
-        if not isinstance(value, dict) or key not in value:
+        if not isinstance(value, Mapping) or key not in value:
             raise DataError(f"the field {name!r} is missing (there are {', '.join(row) or 'none'})")
         value = value[key]
     if isinstance(value, dict | list):

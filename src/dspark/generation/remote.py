@@ -45,7 +45,7 @@ async def _regenerate(settings: RegenerateSettings) -> RegenerationReport:
 def _api_key(remote: RemoteSettings) -> str | None:
     if remote.api_key_env is None:
         return None
-    key = os.environ.get(remote.api_key_env)
+    key = os.environ.get(remote.api_key_env, "").strip()
     if not key:
         raise ConfigError(f"remote.api_key_env: the environment variable {remote.api_key_env} is not set")
     return key
