@@ -61,9 +61,13 @@ class Tally:
         table.add_row("to train on", str(self.num_rows), style=TRAINED)
         for reason, number in self.skipped.most_common():
             table.add_row(f"skipped: {reason}", str(number))
-        share = self.num_trained / self.num_tokens if self.num_tokens else 0.0
-        table.caption = f"{self.num_trained} of {self.num_tokens} tokens trained ({share:.1%})"
         return table
+
+    def share(self) -> str:
+        """The line of tokens under the table."""
+        return (
+            f"{self.num_trained} of {self.num_tokens} tokens trained ({self.num_trained / max(self.num_tokens, 1):.1%})"
+        )
 
 
 def show(options: ShowOptions) -> None:
@@ -86,6 +90,7 @@ def show(options: ShowOptions) -> None:
         _print_json(tally.as_dict())
     else:
         console.print(tally.table())
+        console.print(tally.share())
 
 
 def judge(
