@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dspark.drafters.dspark import Drafter
+from dspark.models.decoder import Decoder
 from dspark.spec.types import SamplingRows
 
 VARIANTS = [
@@ -102,3 +103,19 @@ def test_greedy_block_is_the_argmax_of_the_training_logits(
         assert block.confidence is not None
         expected = torch.sigmoid(drafter.confidence_head(hidden, embedded))
         torch.testing.assert_close(block.confidence, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_serving_takes_the_targets_dtype(make_drafter: Callable[..., Drafter], target: Decoder) -> None:
+    """Beside a bfloat16 target the drafter's bytes are bfloat16 too, the feature scale folded in before rounding."""
+    ids, features = sequence(24, 3, 32)
+    exact = make_drafter()
+    exact.backbone.feature_scale.uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(2))
+    expected = served_hidden(exact, ids, features, 10)
+    target.bfloat16()
+    drafter = make_drafter()
+    drafter.backbone.feature_scale.copy_(exact.backbone.feature_scale)
+    drafter.prepare()
+    assert {p.dtype for p in drafter.parameters()} == {torch.bfloat16}
+    served = served_hidden(drafter, ids, features.bfloat16(), 10)
+    assert served.dtype == torch.bfloat16
+    assert (served.float() - expected).abs().mean() < 0.03 * expected.abs().mean()

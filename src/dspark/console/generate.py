@@ -39,7 +39,7 @@ def chat(options: ChatOptions) -> None:
     console = open_console(options.output)
     params = sampling_params(options.answer)
     start = [{"role": "system", "content": options.system}] if options.system else []
-    messages = list(start)
+    messages, plain_speed = list(start), None
     while (line := read_turn(console)) is not None:
         if line == "/reset":
             messages = list(start)
@@ -52,8 +52,9 @@ def chat(options: ChatOptions) -> None:
         if options.output.json_output:
             print_json(timed)
         else:
-            speed = session.plain_speed(ids, params) if session.speculates and len(messages) == 1 else None
-            console.print(figures(timed, speed))
+            if session.speculates and plain_speed is None:  # once: it costs seconds
+                plain_speed = session.plain_speed(ids, params)
+            console.print(figures(timed, plain_speed))
         messages.append({"role": "assistant", "content": timed.completion.text})
 
 

@@ -168,8 +168,14 @@ class Backbone(nn.Module):
 
     def project_context(self, features: Tensor) -> Tensor:
         """Tapped states [..., m, H] -> context features [..., H]."""
-        flat = features.flatten(-2).to(self.norm.weight.dtype) * self.feature_scale
+        flat = features.flatten(-2).to(self.norm.weight.dtype) * self.feature_scale.to(self.norm.weight.dtype)
         return self.hidden_norm(self.fc(flat))  # type: ignore[no-any-return]
+
+    def fold_scale(self) -> None:
+        """Put the feature scale into `fc`: the same function, without the scale."""
+        with torch.no_grad():
+            self.fc.weight.mul_(self.feature_scale)
+            self.feature_scale.fill_(1.0)
 
     def inject(self, features: Tensor, positions: Tensor, slots: Tensor, cache: PagedKVCache) -> None:
         """Write the context keys and values of committed rows: features [N, m, H], positions and slots [N]."""

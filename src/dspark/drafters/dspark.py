@@ -61,8 +61,11 @@ class Drafter(nn.Module):
         return self._borrowed.embed(token_ids).to(self.backbone.norm.weight.dtype)
 
     def prepare(self) -> Drafter:
-        """Freeze for serving: no gradients, linears packed for this machine."""
+        """Freeze for serving: no gradients, the target's dtype (its bytes are the cost), linears packed."""
         self.requires_grad_(False).eval()
+        self.backbone.fold_scale()
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(self.embedding_weight.dtype)
         rows, width = self.lm_head_weight.shape
         head = nn.Linear(width, rows, bias=False, device="meta")
         head.weight = nn.Parameter(self.lm_head_weight.to(self.backbone.norm.weight.dtype), requires_grad=False)
