@@ -69,7 +69,7 @@ def test_the_drafter_sees_the_same_context_in_prefill_and_in_rounds(target, make
         while engine.has_work() and engine._requests["r"].seq_len < num_positions:
             engine.step()
         cache, start = engine._round.runner.draft_cache, engine._requests["r"].block_table[0] * 16
-        return cache.k[:, start : start + num_positions], cache.v[:, start : start + num_positions]
+        return [stored[start : start + num_positions] for stored in (*cache.k, *cache.v)]
 
     whole = context(prompt + answer[:14], 40, len(prompt) + 14)
     rounds = context(prompt, 40, len(prompt) + 14)

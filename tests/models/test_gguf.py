@@ -26,7 +26,7 @@ def logits_of(decoder: Decoder, ids: torch.Tensor) -> torch.Tensor:
         return decoder.logits(decoder(ids, batch, decoder.new_cache(5, 8)).hidden)
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "llama", "mistral_sliding", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama_tied", "llama", "mistral_sliding", "qwen2", "qwen3", "gemma3_pattern"])
 def test_same_logits_as_the_model_it_was_written_from(name: str, tmp_path: Path) -> None:
     model = make_reference(name)
     decoder = load_decoder(write_gguf(model, tmp_path / "tiny.gguf"), torch.float32)
@@ -66,7 +66,7 @@ def test_broken_files(tmp_path: Path) -> None:
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
     path = write_gguf(make_reference("llama_tied"), tmp_path / "tiny.gguf")
     path.write_bytes(path.read_bytes().replace(b"llama", b"gemma"))
-    with pytest.raises(CheckpointError, match=r"\(gemma\); supported, dense: llama, qwen2, qwen3"):
+    with pytest.raises(CheckpointError, match=r"\(gemma\); supported, dense: llama, qwen2, qwen3, gemma3"):
         GgufFile(path)
 
 

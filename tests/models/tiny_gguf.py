@@ -23,14 +23,20 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GEMMA_NAMES = NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, arch: str) -> str:
+    names = GEMMA_NAMES if arch == "gemma3" else NAMES
     stem, _, kind = name.rpartition(".")
-    if stem in NAMES:
-        return f"{NAMES[stem]}.{kind}"
+    if stem in names:
+        return f"{names[stem]}.{kind}"
     layer, _, part = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{NAMES[part]}.{kind}"
+    return f"blk.{layer}.{names[part]}.{kind}"
 
 
 def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -41,7 +47,7 @@ def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
 def write_gguf(model: transformers.PreTrainedModel, path: Path, quantise: bool = False) -> Path:
     """Write a transformers model and a tokenizer of single bytes; `quantise` stores matrices as Q8_0."""
     config = model.config
-    arch = "llama" if config.model_type == "mistral" else config.model_type
+    arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -52,9 +58,12 @@ def write_gguf(model: transformers.PreTrainedModel, path: Path, quantise: bool =
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if config.model_type == "mistral":
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if config.model_type in ("mistral", "gemma3_text"):
         writer.add_sliding_window(config.sliding_window)
+    if arch == "gemma3":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     _add_tokenizer(writer, config.vocab_size)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -63,12 +72,14 @@ def write_gguf(model: transformers.PreTrainedModel, path: Path, quantise: bool =
             tensor = interleave(tensor, config.num_attention_heads)
         if arch == "llama" and "k_proj" in name:
             tensor = interleave(tensor, config.num_key_value_heads)
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            tensor = tensor + 1
         values = tensor.numpy().copy()
         if quantise and values.ndim == 2 and values.shape[1] % 32 == 0:
             packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
-            writer.add_tensor(gguf_name(name), packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(gguf_name(name, arch), packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
         else:
-            writer.add_tensor(gguf_name(name), values.astype(np.float32))
+            writer.add_tensor(gguf_name(name, arch), values.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -120,21 +120,28 @@ class AttentionBatch:
 
 
 def paged_attention(
-    q: Tensor, layer: int, cache: PagedKVCache, batch: AttentionBatch, window: int | None = None
+    q: Tensor,
+    layer: int,
+    cache: PagedKVCache,
+    batch: AttentionBatch,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Attend from q [B, T, Hq, D] to the keys stored in the cache; returns [B, T, Hq, D].
 
-    The rows' own keys must have been written. Query head h reads key/value head h // (Hq / Hkv).
+    The rows' own keys must have been written. Query head h reads key/value head h // (Hq / Hkv). `scale` multiplies the
+    scores; None is D ** -0.5.
     """
     B, T, Hq, D = q.shape
     k, v = batch.read(cache, layer)
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, S, D]
     if T == 1:  # query heads that share a key/value head become rows: no repeated keys, nothing is moved
         grouped = q.view(B, k.shape[1], -1, D)
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=batch.bias(window, q.dtype)).view(B, 1, Hq, D)
+        bias = batch.bias(window, q.dtype)
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scale).view(B, 1, Hq, D)
     causal = batch.causal_from_zero and (window is None or window >= batch.num_keys)
     bias = None if causal else batch.bias(window, q.dtype)
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, attn_mask=bias, is_causal=causal, enable_gqa=Hq != k.shape[1]
+        q.transpose(1, 2), k, v, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=Hq != k.shape[1]
     )
     return out.transpose(1, 2)

@@ -1,7 +1,7 @@
 """The one decoder: every supported family is a `DecoderConfig`.
 
 Shapes: B requests, T rows a request, H hidden size, Hq query heads, Hkv key/value heads, D head dimension,
-I intermediate size, m taps, V vocabulary.
+m taps, V vocabulary. Hkv and D may differ between the layers.
 """
 
 from typing import NamedTuple
@@ -14,6 +14,9 @@ from dspark.models import rope
 from dspark.models.attention import AttentionBatch, paged_attention
 from dspark.models.config import DecoderConfig
 from dspark.models.kv_cache import PagedKVCache
+from dspark.models.layers import PlusOneRMSNorm, RMSNorm, ScaledEmbedding, softcap
+from dspark.models.mlp import MLP, SparseMLP
+from dspark.models.rope import Rotation
 
 
 class DecoderOutput(NamedTuple):
@@ -23,75 +26,80 @@ class DecoderOutput(NamedTuple):
     taps: Tensor  # [B, T, m, H], the residual stream after each tapped layer, in the order asked for
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.shape = (size,)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+def norm(config: DecoderConfig, size: int) -> RMSNorm:
+    """Return the family's norm over `size` components."""
+    cls = PlusOneRMSNorm if config.norm_style == "rms_plus_one" else RMSNorm
+    return cls(size, config.rms_norm_eps)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; queries, keys and values come from one fused projection."""
+    """Grouped-query attention; queries, keys and values come from one fused projection.
+
+    A layer without values of its own (`attention_k_eq_v`) takes the projected keys for them, before norm and rotation.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
         self.window = config.window(layer)
-        self.head_dim = config.head_dim
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        num_heads = self.num_heads + 2 * self.num_kv_heads
-        self.qkv_proj = nn.Linear(config.hidden_size, num_heads * config.head_dim, bias=config.attention_bias)
-        self.o_proj = nn.Linear(self.num_heads * config.head_dim, config.hidden_size, bias=config.attention_output_bias)
+        self.head_dim = config.head_dim_of(layer)
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.kv_heads_of(layer)
+        self.num_value_heads = self.num_kv_heads if config.has_values(layer) else 0
+        num_heads = self.num_heads + self.num_kv_heads + self.num_value_heads
+        self.qkv_proj = nn.Linear(config.hidden_size, num_heads * self.head_dim, bias=config.attention_bias)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=config.attention_output_bias)
+        scalar = config.query_pre_attn_scalar
+        self.scale = None if scalar is None else scalar**-0.5
         self.qk_norm = config.qk_norm
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.q_norm = norm(config, self.head_dim)
+            self.k_norm = norm(config, self.head_dim)
+        self.v_norm_eps = config.rms_norm_eps if config.v_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
         heads = self.qkv_proj(x).view(*x.shape[:2], -1, self.head_dim)  # [B, T, Hq + 2 Hkv, D]
-        qk, v = heads.split_with_sizes((self.num_heads + self.num_kv_heads, self.num_kv_heads), 2)
+        qk, v = heads.split_with_sizes((self.num_heads + self.num_kv_heads, self.num_value_heads), 2)
+        if not self.num_value_heads:
+            v = qk[:, :, self.num_heads :]
+        if self.v_norm_eps is not None:
+            v = F.rms_norm(v, (self.head_dim,), None, self.v_norm_eps)
         if self.qk_norm:
             q, k = qk.split_with_sizes((self.num_heads, self.num_kv_heads), 2)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), 2)
-        q, k = rope.apply(qk, cos, sin).split_with_sizes((self.num_heads, self.num_kv_heads), 2)
+        q, k = rope.apply(qk, *rotation).split_with_sizes((self.num_heads, self.num_kv_heads), 2)
         batch.write(cache, self.layer, k, v)
-        out: Tensor = self.o_proj(paged_attention(q, self.layer, cache, batch, self.window).flatten(2))
-        return out
-
-
-class MLP(nn.Module):
-    """down(act(gate(x)) * up(x)), gate and up in one projection."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.act = config.hidden_act
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # [B, T, I] each
-        out: Tensor = self.down_proj(activation(self.act, gate) * up)
+        attended = paged_attention(q, self.layer, cache, batch, self.window, self.scale)
+        out: Tensor = self.o_proj(attended.flatten(2))
         return out
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each on the normalised residual stream and added to it."""
+    """Attention and MLP, each on the normalised residual stream and added to it.
+
+    With `sandwich_norms` what they give is normalised too; the names are Hugging Face's, where
+    `post_attention_layernorm` stands before the MLP without them and after the attention with them.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = norm(config, config.hidden_size)
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.post_attention_layernorm = norm(config, config.hidden_size)
+        self.mlp = SparseMLP(config) if config.is_sparse(layer) else MLP(config)
+        self.rotary = 0 if config.local_rope is None or not config.is_sliding(layer) else 1
+        self.sandwich = config.sandwich_norms
+        if config.sandwich_norms:
+            self.pre_feedforward_layernorm = norm(config, config.hidden_size)
+            self.post_feedforward_layernorm = norm(config, config.hidden_size)
+        self.layer_scalar = nn.Parameter(torch.ones(1)) if config.layer_scalar else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, batch, cache)
+    def forward(self, x: Tensor, rotations: list[Rotation], batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x), rotations[self.rotary], batch, cache)
+        if self.sandwich:
+            x = x + self.post_attention_layernorm(attended)
+            x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+            return x if self.layer_scalar is None else x * self.layer_scalar
+        x = x + attended
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -103,13 +111,16 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         table = torch.empty(config.vocab_size, config.hidden_size).uniform_(-0.05, 0.05)  # normal_ is slow on meta
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
+        embedding = ScaledEmbedding if config.scale_embeddings else nn.Embedding
+        self.embed_tokens = embedding(config.vocab_size, config.hidden_size, _weight=table)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = norm(config, config.hidden_size)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.rotary = rope.RotaryEmbedding(config.rope, config.head_dim)
+        self.rotaries = [rope.RotaryEmbedding(config.rope, config.global_head_dim or config.head_dim)]
+        if config.local_rope is not None:
+            self.rotaries.append(rope.RotaryEmbedding(config.local_rope, config.head_dim))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -129,8 +140,8 @@ class Decoder(nn.Module):
             config.num_hidden_layers,
             num_blocks,
             block_size,
-            config.num_key_value_heads,
-            config.head_dim,
+            [config.kv_heads_of(layer) for layer in range(config.num_hidden_layers)],
+            [config.head_dim_of(layer) for layer in range(config.num_hidden_layers)],
             weight.dtype,
             weight.device,
         )
@@ -143,10 +154,10 @@ class Decoder(nn.Module):
         `taps` names layers whose output is returned as well: id i is the output of layer i, -1 the embeddings.
         """
         x = self.embed_tokens(token_ids)
-        cos, sin = self.rotary(batch.positions, x.dtype)
+        rotations = [rotary(batch.positions, x.dtype) for rotary in self.rotaries]
         tapped = {-1: x} if -1 in taps else {}
         for layer, block in enumerate(self.layers):
-            x = block(x, cos, sin, batch, cache)
+            x = block(x, rotations, batch, cache)
             if layer in taps:
                 tapped[layer] = x
         states = [tapped[layer] for layer in taps]
@@ -154,17 +165,4 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of states [..., H] taken before the final norm."""
-        logits: Tensor = self.lm_head(self.norm(hidden))
-        return logits
-
-
-def activation(name: str, x: Tensor) -> Tensor:
-    """Apply the activation that `DecoderConfig.hidden_act` names."""
-    match name:
-        case "silu":
-            return F.silu(x)
-        case "gelu":
-            return F.gelu(x)
-        case "gelu_pytorch_tanh":
-            return F.gelu(x, approximate="tanh")
-    raise AssertionError(name)
+        return softcap(self.lm_head(self.norm(hidden)), self.config.final_logit_softcapping)

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from dspark.errors import CheckpointError
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 
 _TENSORS = {
     "token_embd": "embed_tokens",
@@ -29,6 +34,12 @@ _TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA_TENSORS = _TENSORS | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA_27B_LAYERS = 62
 _FIELDS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -43,7 +54,7 @@ _FIELDS = {
 
 
 class GgufFile:
-    """An open GGUF file of a llama, qwen2 or qwen3 model; tensors are memory-mapped until read."""
+    """An open GGUF file of a llama, qwen2, qwen3 or gemma3 model; tensors are memory-mapped until read."""
 
     def __init__(self, path: str | Path) -> None:
         """Raises `CheckpointError` when the file is missing, damaged, truncated or of another architecture."""
@@ -55,8 +66,9 @@ class GgufFile:
         except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
             raise CheckpointError(f"{path}: damaged or truncated GGUF file ({error}); fetch it again") from None
         self._fields = reader.fields
-        self._tensors = {_hugging_face_name(tensor.name): tensor for tensor in reader.tensors}
         self._arch = self._field("general.architecture")
+        known = _GEMMA_TENSORS if self._arch == "gemma3" else _TENSORS
+        self._tensors = {_hugging_face_name(tensor.name, known): tensor for tensor in reader.tensors}
         if self._arch not in ARCHITECTURES or self._field(f"{self._arch}.expert_count"):
             raise CheckpointError(
                 f"{path}: unsupported GGUF architecture ({self._arch}); supported, dense: {', '.join(ARCHITECTURES)}"
@@ -82,7 +94,7 @@ class GgufFile:
         }
         if window and self._arch == "llama":  # Mistral's files call themselves llama
             hf |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
-        return hf
+        return hf | self._gemma_config(hf) if self._arch == "gemma3" else hf
 
     def names(self) -> set[str]:
         """Return the tensors' names as in Hugging Face files, without the leading `model.`."""
@@ -95,6 +107,8 @@ class GgufFile:
             tensor = torch.tensor(dequantize(stored.data, stored.tensor_type))
         except NotImplementedError:
             raise CheckpointError(f"{self.where}: {name}: {stored.tensor_type.name} cannot be dequantised") from None
+        if self._arch == "gemma3" and name.endswith("norm.weight"):
+            return tensor - 1  # the converter adds it
         if self._arch != "llama":
             return tensor
         if ".q_proj." in name:
@@ -102,6 +116,22 @@ class GgufFile:
         if ".k_proj." in name:
             return _pair_halves(tensor, self._kv_heads())
         return tensor
+
+    def _gemma_config(self, hf: dict[str, Any]) -> dict[str, Any]:
+        """Return what Gemma's files add, or leave out because llama.cpp knows it."""
+        is_27b = hf["num_hidden_layers"] == _GEMMA_27B_LAYERS
+        ends = [hf["eos_token_id"], self._field("tokenizer.ggml.eot_token_id")]
+        pattern = self._field("gemma3.attention.sliding_window_pattern")  # of newer files: a period or a flag a layer
+        slides = pattern if isinstance(pattern, list) else None
+        return {
+            "sliding_window": self._field("gemma3.attention.sliding_window"),
+            "sliding_window_pattern": pattern if slides is None else None,
+            "layer_types": slides and ["sliding_attention" if slid else "full_attention" for slid in slides],
+            "query_pre_attn_scalar": hf["hidden_size"] // hf["num_attention_heads"] if is_27b else hf["head_dim"],
+            "rope_local_base_freq": self._field("gemma3.rope.freq_base_swa"),
+            "final_logit_softcapping": self._field("gemma3.final_logit_softcapping"),
+            "eos_token_id": sorted({token for token in ends if token is not None}),
+        }
 
     def _field(self, key: str) -> Any:
         return self._fields[key].contents() if key in self._fields else None
@@ -121,13 +151,13 @@ class GgufFile:
         }
 
 
-def _hugging_face_name(name: str) -> str:
+def _hugging_face_name(name: str, known: dict[str, str]) -> str:
     """Translate `blk.3.attn_q.weight` to `layers.3.self_attn.q_proj.weight`; an unknown name stays as it is."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in _TENSORS:
+    if match is None or match[2] not in known:
         return name
     layer = f"layers.{match[1]}." if match[1] else ""
-    return f"{layer}{_TENSORS[match[2]]}.{match[3]}"
+    return f"{layer}{known[match[2]]}.{match[3]}"
 
 
 def _pair_halves(tensor: Tensor, heads: int) -> Tensor:

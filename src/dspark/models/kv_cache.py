@@ -1,7 +1,9 @@
 """Keys and values of all requests, in pages.
 
-Shapes: L layers, N rows written, Hkv key/value heads, D head dimension.
+Shapes: L layers, N rows written, Hkv key/value heads, D head dimension; Hkv and D may differ between the layers.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,17 +21,20 @@ class PagedKVCache:
         num_layers: int,
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
+        num_kv_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (num_layers, num_blocks * block_size, num_kv_heads, head_dim)
+        """`num_kv_heads` and `head_dim` are one number for all layers or one for each."""
+        heads = [num_kv_heads] * num_layers if isinstance(num_kv_heads, int) else num_kv_heads
+        dims = [head_dim] * num_layers if isinstance(head_dim, int) else head_dim
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.k = torch.zeros(shape, dtype=dtype, device=device)  # [L, num_blocks * block_size, Hkv, D]
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self.layers = list(zip(self.k.unbind(), self.v.unbind(), strict=True))
+        shapes = [(num_blocks * block_size, h, d) for h, d in zip(heads, dims, strict=True)]
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]  # L of [slots, Hkv, D]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.layers = list(zip(self.k, self.v, strict=True))
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k and v [N, Hkv, D] in the slots i64 [N] of a layer."""
@@ -40,4 +45,4 @@ class PagedKVCache:
     @property
     def num_bytes(self) -> int:
         """Memory of the storage in bytes."""
-        return self.k.nbytes + self.v.nbytes
+        return sum(k.nbytes + v.nbytes for k, v in self.layers)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from dspark.models.config import RopeConfig
 
+Rotation = tuple[Tensor, Tensor]  # cos and sin, from `RotaryEmbedding`
+
 
 class RotaryEmbedding:
     """Cosines and sines by position, computed in float32 whatever the dtype of the model.
@@ -67,6 +69,10 @@ def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
             return _llama3(rope, inv_freq), 1.0
         case "yarn":
             return _yarn(rope, inv_freq, head_dim), _yarn_attention_factor(rope)
+        case "proportional":  # the fastest planes of the head turn, the others stand still
+            assert rope.partial_rotary_factor is not None
+            inv_freq[int(rope.partial_rotary_factor * head_dim // 2) :] = 0
+            return inv_freq / (rope.factor or 1.0), 1.0
     return inv_freq, 1.0
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,17 +15,19 @@ from dspark.errors import CheckpointError
 from dspark.files import atomic_path
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder
-from dspark.models.families import config_from_hf, config_to_hf, token_ids
+from dspark.models.families import config_from_hf, config_to_hf, text_config, token_ids
 from dspark.models.gguf import GgufFile
+from dspark.models.layers import PlusOneRMSNorm
 from dspark.models.tokenizer import Tokenizer
 
 INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_NAME = "model.safetensors"
+_LANGUAGE_MODEL = "language_model."
 _SAMPLES = 64  # values of each tensor that enter the digest
 
 
 class TensorSource(Protocol):
-    """Named tensors, read one at a time. Names are Hugging Face's, without the leading `model.`."""
+    """Named tensors, read one at a time. Names and values are Hugging Face's, without what stands before `layers.`."""
 
     where: str
 
@@ -35,11 +37,14 @@ class TensorSource(Protocol):
 
 
 class SafetensorsFiles:
-    """The safetensors of a directory: one file, or several that an index lists. Tensors are memory-mapped."""
+    """The safetensors of a directory: one file, or several that an index lists. Tensors are memory-mapped.
+
+    Of a multi-modal model only the text part is there, which its files keep under `language_model`.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.where = str(directory)
-        self._tensors: dict[str, tuple[Any, str]] = {}  # our name -> (open file, its name there)
+        stored: dict[str, Any] = {}  # name in the files -> open file
         for path in _weight_files(directory):
             try:
                 file = safe_open(path, framework="pt")
@@ -48,7 +53,9 @@ class SafetensorsFiles:
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: damaged or truncated ({error}); remove it and fetch it again") from None
             for name in file.keys():  # type: ignore[no-untyped-call] # noqa: SIM118
-                self._tensors[name.removeprefix("model.")] = (file, name)
+                stored[name] = file
+        names = _text_names(stored)
+        self._tensors = {ours: (stored[theirs], theirs) for ours, theirs in names.items()}
 
     def names(self) -> set[str]:
         return set(self._tensors)
@@ -78,14 +85,18 @@ def build_decoder(config: DecoderConfig, source: TensorSource, dtype: torch.dtyp
     with torch.device("meta"):
         decoder = Decoder(config)
     shapes = {name: parameter.shape for name, parameter in decoder.named_parameters()}  # a tied head is not repeated
-    expected = {part for name in shapes for part in stored_parts(name)}
+    plus_one = _plus_one_norms(decoder)
+    expected = {part for name, shape in shapes.items() for part in stored_parts(name, shape, config)}
     names = source.names()
     if missing := sorted(expected - names):
         raise CheckpointError(f"{source.where}: missing {_named(missing)}; the files do not fit their config")
     optional = {"lm_head.weight"} | {name for name in names if name.endswith("rotary_emb.inv_freq")}
     if left_over := sorted(names - expected - optional):
         raise CheckpointError(f"{source.where}: unexpected {_named(left_over)}; the files do not fit their config")
-    state = {name: _read(source, name, shape, config).to(dtype) for name, shape in shapes.items()}
+    state = {}
+    for name, shape in shapes.items():
+        value = _read(source, name, shape, config)
+        state[name] = value.float() + 1 if name in plus_one else value.to(dtype)
     decoder.load_state_dict(state, strict=False, assign=True)
     if config.tie_word_embeddings:
         decoder.lm_head.weight = decoder.embed_tokens.weight
@@ -94,11 +105,13 @@ def build_decoder(config: DecoderConfig, source: TensorSource, dtype: torch.dtyp
 
 def save_decoder(decoder: Decoder, tokenizer: Tokenizer | None, path: str | Path) -> None:
     """Write a decoder (not packed) as a Hugging Face directory, with its tokenizer; replaces `path` in one step."""
-    tensors = {}
+    tensors, plus_one = {}, _plus_one_norms(decoder)
     for name, parameter in decoder.named_parameters():
-        sizes = part_sizes(name, decoder.config)
-        for part, value in zip(stored_parts(name), torch.split(parameter, sizes or parameter.shape[0]), strict=True):
-            tensors[part if part == "lm_head.weight" else f"model.{part}"] = value.detach().contiguous()
+        value = (parameter - 1).to(decoder.dtype) if name in plus_one else parameter
+        parts = stored_parts(name, parameter.shape, decoder.config)
+        rows = value.flatten(0, -2) if value.ndim > 2 else value
+        for part, piece in zip(parts, rows.split(list(parts.values())), strict=True):
+            tensors[part if part == "lm_head.weight" else f"model.{part}"] = piece.detach().contiguous()
     hf = config_to_hf(decoder.config, str(decoder.dtype).removeprefix("torch."))
     with atomic_path(path) as directory:
         directory.mkdir(parents=True)
@@ -123,8 +136,8 @@ def weights_digest(decoder: Decoder) -> str:
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
-    """Return config.json, with the eos ids of generation_config.json joined in. Raises `CheckpointError`."""
-    hf = read_json(directory / "config.json")
+    """Return the text model's config, the eos ids of generation_config.json joined in. Raises `CheckpointError`."""
+    hf = text_config(read_json(directory / "config.json"))
     generation = directory / "generation_config.json"
     if generation.exists():
         eos = {*token_ids(hf.get("eos_token_id")), *token_ids(read_json(generation).get("eos_token_id"))}
@@ -147,34 +160,48 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def stored_parts(name: str) -> tuple[str, ...]:
-    """Return the checkpoint tensors that make up a parameter: our fused projections are stored apart."""
-    for fused, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
-        if f".{fused}." in name:
-            return tuple(name.replace(fused, part) for part in parts)
-    return (name,)
+def stored_parts(name: str, shape: torch.Size, config: DecoderConfig) -> dict[str, int]:
+    """Return the checkpoint tensors that make up a parameter, in order, and the rows that each of them gives.
 
-
-def part_sizes(name: str, config: DecoderConfig) -> list[int]:
-    """Return the rows that each stored part of a fused parameter gives, in order; empty when it is stored whole."""
+    Our fused projections and stacked experts are stored apart.
+    """
     if ".qkv_proj." in name:
-        kv = config.num_key_value_heads * config.head_dim
-        return [config.num_attention_heads * config.head_dim, kv, kv]
+        layer = int(name.split(".")[1])
+        head_dim, kv_heads = config.head_dim_of(layer), config.kv_heads_of(layer)
+        heads = {"q_proj": config.num_attention_heads, "k_proj": kv_heads}
+        heads |= {"v_proj": kv_heads} if config.has_values(layer) else {}
+        return {name.replace("qkv_proj", part): count * head_dim for part, count in heads.items()}
+    if ".experts." in name:
+        stem, _, kind = name.rpartition(".")
+        kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        rows = shape[1] // len(kinds)
+        return {f"{stem}.{expert}.{part}.weight": rows for expert in range(shape[0]) for part in kinds}
     if ".gate_up_proj." in name:
-        return [config.intermediate_size] * 2
-    return []
+        return {name.replace("gate_up_proj", part): shape[0] // 2 for part in ("gate_proj", "up_proj")}
+    return {name: shape[0]}
 
 
 def _read(source: TensorSource, name: str, shape: torch.Size, config: DecoderConfig) -> Tensor:
-    parts = stored_parts(name)
-    sizes = part_sizes(name, config) or [shape[0]]
     tensors = []
-    for part, size in zip(parts, sizes, strict=True):
-        tensor, expected = source.read(part), (size, *shape[1:])
+    for part, rows in stored_parts(name, shape, config).items():
+        tensor, expected = source.read(part), (rows, *shape[1:][-1:])
         if tuple(tensor.shape) != expected:
             raise CheckpointError(f"{source.where}: {part} has shape {tuple(tensor.shape)}, the config asks {expected}")
         tensors.append(tensor)
-    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    return torch.cat(tensors).view(shape) if len(tensors) > 1 else tensors[0]
+
+
+def _plus_one_norms(decoder: Decoder) -> set[str]:
+    """Return the parameters whose checkpoint tensors hold one less."""
+    return {f"{name}.weight" for name, module in decoder.named_modules() if isinstance(module, PlusOneRMSNorm)}
+
+
+def _text_names(stored: Iterable[str]) -> dict[str, str]:
+    """Map our names to those of the files: `layers.0...` to `model.layers.0...`, `model.language_model.layers.0...`."""
+    names = list(stored)
+    if any(_LANGUAGE_MODEL in name for name in names):
+        names = [name for name in names if _LANGUAGE_MODEL in name or name == "lm_head.weight"]
+    return {name.removeprefix("model.").removeprefix(_LANGUAGE_MODEL).removeprefix("model."): name for name in names}
 
 
 def _weight_files(directory: Path) -> list[Path]:
