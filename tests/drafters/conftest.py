@@ -32,6 +32,31 @@ def target() -> Decoder:
 
 
 @pytest.fixture
+def gemma4_target() -> Decoder:
+    torch.manual_seed(0)
+    kinds = ("sliding_attention", "full_attention") * 3
+    config = DecoderConfig(
+        architecture="Gemma4UnifiedForCausalLM",
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        global_head_dim=16,
+        num_global_key_value_heads=1,
+        local_rope=RopeConfig(),
+        max_position_embeddings=128,
+        layer_types=kinds,
+        sliding_window=16,
+        scale_embeddings=True,
+        final_logit_softcapping=30.0,
+    )
+    return Decoder(config).requires_grad_(False).eval()
+
+
+@pytest.fixture
 def make_drafter(target: Decoder) -> Callable[..., Drafter]:
     def make(**changes: object) -> Drafter:
         fields: dict[str, object] = {

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from dspark.drafters.dspark import Drafter
 from dspark.drafters.layouts.deepspec import read_drafter, write_drafter
 from dspark.errors import CheckpointError
 from dspark.models.decoder import Decoder
+from dspark.spec.types import SamplingRows
 
 WEIGHTS = "model.safetensors"
 
@@ -70,6 +72,107 @@ def test_public_layout_loads_unchanged(target: Decoder, tmp_path: Path, head: st
         assert torch.equal(value, tensors[name.removeprefix("backbone.")].float()), name
 
 
+def gemma4_release(path: Path, target: Decoder) -> dict[str, torch.Tensor]:
+    """A synthetic file with the names and (scaled) shapes of deepseek-ai/dspark_gemma4_12b_block7."""
+    h, v, r, m, inner, d, heads = 32, 40, 8, 5, 48, 16, 4
+    config = {
+        "architectures": ["Gemma4DSparkModel"], "attention_bias": False, "attention_dropout": 0.0,
+        "attention_k_eq_v": True, "block_size": 7, "bos_token_id": 2, "confidence_head_with_markov": True,
+        "dtype": "bfloat16", "enable_confidence_head": True, "enable_moe_block": False, "eos_token_id": 1,
+        "final_logit_softcapping": 30.0, "global_head_dim": d, "head_dim": 8, "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": h, "hidden_size_per_layer_input": 0, "initializer_range": 0.02, "intermediate_size": inner,
+        "layer_types": ["full_attention"] * 5, "markov_head_type": "vanilla", "markov_rank": r, "mask_token_id": 4,
+        "max_position_embeddings": 128, "model_type": "gemma4_text", "moe_intermediate_size": None, "num_anchors": 512,
+        "num_attention_heads": heads, "num_experts": None, "num_global_key_value_heads": 1, "num_hidden_layers": 5,
+        "num_key_value_heads": 2, "num_kv_shared_layers": 0, "num_target_layers": 6, "pad_token_id": 0,
+        "rms_norm_eps": 1e-6, "rope_parameters": {
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+            "rope_theta": None, "rope_type": "default",
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 1024, "target_layer_ids": [-1, 0, 2, 3, 4], "target_model_type": "gemma4_unified",
+        "target_text_model_type": "gemma4_unified_text", "tie_word_embeddings": False, "top_k_experts": None,
+        "use_bidirectional_attention": "vision", "use_cache": True, "use_double_wide_mlp": False, "vocab_size": v,
+        "vocab_size_per_layer_input": v,
+    }  # fmt: skip
+    shapes = {
+        "fc.weight": (h, m * h), "hidden_norm.weight": (h,), "norm.weight": (h,),
+        "markov_head.markov_w1.weight": (v, r), "markov_head.markov_w2.weight": (v, r),
+        "confidence_head.proj.weight": (1, h + r), "confidence_head.proj.bias": (1,),
+    }  # fmt: skip
+    for n in range(5):
+        at = f"layers.{n}."
+        shapes |= {
+            at + "input_layernorm.weight": (h,), at + "post_attention_layernorm.weight": (h,),
+            at + "pre_feedforward_layernorm.weight": (h,), at + "post_feedforward_layernorm.weight": (h,),
+            at + "layer_scalar": (1,),
+            at + "self_attn.q_proj.weight": (heads * d, h), at + "self_attn.k_proj.weight": (d, h),
+            at + "self_attn.o_proj.weight": (h, heads * d),
+            at + "self_attn.q_norm.weight": (d,), at + "self_attn.k_norm.weight": (d,),
+            at + "mlp.gate_proj.weight": (inner, h), at + "mlp.up_proj.weight": (inner, h),
+            at + "mlp.down_proj.weight": (h, inner),
+        }  # fmt: skip
+    torch.manual_seed(5)
+    tensors = {name: (torch.randn(shape) * 0.3).bfloat16() for name, shape in shapes.items()}
+    tensors["embed_tokens.weight"] = target.embed_tokens.weight.bfloat16()
+    tensors["lm_head.weight"] = target.lm_head.weight.bfloat16()
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / WEIGHTS)
+    return tensors
+
+
+def test_public_gemma4_layout_loads_unchanged(gemma4_target: Decoder, tmp_path: Path) -> None:
+    tensors = gemma4_release(tmp_path / "release", gemma4_target)
+    drafter = read_drafter(tmp_path / "release", gemma4_target)
+    assert drafter.config.layer_style == "gemma4"
+    assert (drafter.config.head_dim, drafter.config.num_key_value_heads) == (16, 1)
+    assert drafter.config.final_logit_softcapping == 30.0
+    own = dict(drafter.named_parameters())
+    assert len(own) == len(tensors) - 2  # the copies of the target's embedding and head
+    for name, value in own.items():
+        assert torch.equal(value, tensors[name.removeprefix("backbone.")].float()), name
+    write_drafter(drafter, tmp_path / "copy", torch.float32)
+    again = read_drafter(tmp_path / "copy", gemma4_target)
+    assert again.config == drafter.config
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in drafter.state_dict().items())
+
+
+def test_gemma4_layers_are_transformers_own(gemma4_target: Decoder, tmp_path: Path) -> None:
+    """Causal blocks without context: the draft layers are then a Gemma 4 text model on the scaled embeddings."""
+    tensors = gemma4_release(tmp_path / "release", gemma4_target)
+    raw = json.loads((tmp_path / "release" / "config.json").read_text())
+    (tmp_path / "release" / "config.json").write_text(json.dumps(raw | {"block_attention": "causal"}))
+    drafter = read_drafter(tmp_path / "release", gemma4_target).prepare()
+    reference = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig.from_dict(raw)).float().eval()
+    state = {f"model.{name}": t.float() for name, t in tensors.items() if name.startswith(("layers.", "norm."))}
+    state |= {"model.embed_tokens.weight": gemma4_target.embed_tokens.weight, "lm_head.weight": drafter.lm_head_weight}
+    missing, unexpected = reference.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert not missing
+    ids = torch.tensor([[7, 4, 4, 4, 4, 4, 4]])
+    cache = drafter.new_cache(3, 8)
+    batch = drafter.draft_batch([0], [[1, 2]], 8)
+    with torch.inference_mode():
+        wanted = reference(ids).logits
+        hidden = drafter.backbone.draft(drafter.embed(ids), batch, cache)
+        torch.testing.assert_close(hidden, reference.model(ids).last_hidden_state, rtol=1e-4, atol=1e-4)
+        rows = SamplingRows(*(torch.tensor([x]) for x in (0.0, 0, 1.0, 0.0, 1)))
+        block = drafter.propose(ids[:, 0], batch, cache, rows, torch.tensor([0]))
+        head = drafter.markov_head
+        first = wanted[0, 0] + head.markov_w2(head.markov_w1(ids[0, :1]))[0]
+    assert int(block.tokens[0, 0]) == int(first.argmax())
+
+
+def test_gemma4_drafter_with_sliding_layers_is_refused(gemma4_target: Decoder, tmp_path: Path) -> None:
+    gemma4_release(tmp_path / "release", gemma4_target)
+    raw = json.loads((tmp_path / "release" / "config.json").read_text())
+    raw["layer_types"][0] = "sliding_attention"
+    (tmp_path / "release" / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="layer_types: a Gemma 4 drafter has full_attention layers only"):
+        read_drafter(tmp_path / "release", gemma4_target)
+
+
 @pytest.mark.parametrize(
     "variant",
     [
@@ -82,6 +185,9 @@ def test_public_layout_loads_unchanged(target: Decoder, tmp_path: Path, head: st
             "confidence_head_with_markov": False,
         },
         {"sliding_window": 5, "layer_types": ("sliding_attention", "full_attention"), "markov_head_type": "rnn"},
+        {"layer_style": "gemma4", "attention_k_eq_v": True, "num_key_value_heads": 1, "final_logit_softcapping": 9.0},
+        {"layer_style": "gemma4"},
+        {"final_logit_softcapping": 9.0},
     ],
 )
 def test_round_trip(

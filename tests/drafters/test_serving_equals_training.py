@@ -16,6 +16,7 @@ VARIANTS = [
     {"block_attention": "causal"},
     {"sliding_window": 5, "layer_types": ("sliding_attention", "full_attention")},
     {"markov_rank": 0, "confidence_head_with_markov": False, "qk_norm": False},
+    {"layer_style": "gemma4", "attention_k_eq_v": True, "hidden_act": "gelu_pytorch_tanh"},
 ]
 
 

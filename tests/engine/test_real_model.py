@@ -1,6 +1,7 @@
-"""SmolLM2 in float32: speculation and plain decoding give the same greedy text."""
+"""Real models in float32: speculation and plain decoding give the same greedy text, and transformers' logits."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from dspark.engine.config import EngineSettings
 from dspark.engine.engine import Engine
 from dspark.engine.request import SamplingParams
+from dspark.models.attention import AttentionBatch
 from dspark.models.hub import home
 from dspark.models.target import Target, load_target
 
@@ -74,3 +76,31 @@ def test_sixty_four_prompts_and_transformers(smollm, make_scripted):
         ids = torch.tensor([prompt])
         out = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
         assert out[0, len(prompt) :].tolist() == answer
+
+
+@pytest.mark.slow
+def test_gemma3_file():
+    """A GGUF file of Gemma 3 270M (or its chat model) answers, with the logits that transformers reads from it."""
+    path = Path(os.environ.get("DSPARK_GEMMA3_GGUF", ""))
+    if not path.is_file():
+        pytest.skip("DSPARK_GEMMA3_GGUF names no file: point it to a GGUF of Gemma 3 270M")
+    target = load_target(path, dtype="float32", pack=False)
+    assert target.config.layer_types.count("full_attention") == 3
+    question = "What is the capital of France? The capital of France is"
+    asked = target.tokenizer.chat_template is not None  # the base model has no template: it continues the text
+    prompt = chat(target, question) if asked else target.tokenizer(question).input_ids
+    assert prompt[0] == target.tokenizer.bos_token_id
+    (completion,) = Engine(target).generate([prompt], SamplingParams(max_tokens=8))
+    assert "Paris" in completion.text
+
+    reference = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    ids = torch.randint(10, 200_000, (1, 540), generator=torch.Generator().manual_seed(1))  # beyond the window of 512
+    batch = AttentionBatch.build(torch.arange(540)[None], [540], [list(range(1, 35))], 16)
+    with torch.inference_mode():
+        ours = target.decoder(ids, batch, target.decoder.new_cache(35, 16)).hidden
+        theirs = reference.model(ids).last_hidden_state
+        for rows in torch.arange(540).split(108):  # a row of logits is a megabyte
+            wanted = reference.lm_head(theirs[:, rows])
+            assert (target.decoder.logits(ours[:, rows]) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+        out = reference.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+    assert out[0, len(prompt) :].tolist() == completion.token_ids

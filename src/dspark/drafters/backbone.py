@@ -16,9 +16,7 @@ from dspark.drafters.config import DrafterConfig
 from dspark.models import rope
 from dspark.models.attention import AttentionBatch, paged_attention
 from dspark.models.kv_cache import PagedKVCache
-from dspark.models.rope import RotaryEmbedding
-
-Rotation = tuple[Tensor, Tensor]
+from dspark.models.rope import RotaryEmbedding, Rotation
 
 
 class DraftAttention(nn.Module):
@@ -35,10 +33,14 @@ class DraftAttention(nn.Module):
         self.layer, self.window = layer, config.window(layer)
         self.q_proj = nn.Linear(hidden, self.num_heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(hidden, self.num_kv_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(hidden, self.num_kv_heads * head_dim, bias=bias)
+        has_values = not config.attention_k_eq_v
+        self.v_proj = nn.Linear(hidden, self.num_kv_heads * head_dim, bias=bias) if has_values else None
         self.o_proj = nn.Linear(self.num_heads * head_dim, hidden, bias=bias)
         self.q_norm = nn.RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        no_weight = nn.RMSNorm(head_dim, config.rms_norm_eps, elementwise_affine=False)
+        self.v_norm = no_weight if config.layer_style == "gemma4" else nn.Identity()
+        self.scale = config.attention_scale
 
     def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
         """x [..., H] -> rotated queries [..., h, D]."""
@@ -46,8 +48,9 @@ class DraftAttention(nn.Module):
 
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """x [..., H] -> rotated keys and values [..., hk, D]."""
-        keys = rope.apply(self.k_norm(self._heads(self.k_proj(x))), *rotation)
-        return keys, self._heads(self.v_proj(x))
+        raw = self._heads(self.k_proj(x))
+        values = raw if self.v_proj is None else self._heads(self.v_proj(x))
+        return rope.apply(self.k_norm(raw), *rotation), self.v_norm(values)
 
     def _heads(self, x: Tensor) -> Tensor:
         """[..., h * D] -> [..., h, D]."""
@@ -58,7 +61,8 @@ class DraftAttention(nn.Module):
         q = self.queries(x, rotation)
         k, v = self.keys_values(x, rotation)
         batch.write(cache, self.layer, k, v)
-        return self.o_proj(paged_attention(q, self.layer, cache, batch, self.window).flatten(-2))  # type: ignore[no-any-return]
+        attended = paged_attention(q, self.layer, cache, batch, self.window, self.scale)
+        return self.o_proj(attended.flatten(-2))  # type: ignore[no-any-return]
 
     def blocks(self, x: Tensor, context: Tensor, geometry: BlockGeometry) -> Tensor:
         """Training: x [B, A, Q, H] and context [B, S, H] -> [B, A, Q, H], every block on its own.
@@ -69,7 +73,7 @@ class DraftAttention(nn.Module):
         groups = self.num_heads // self.num_kv_heads
         q = self.queries(x, geometry.block_rotation)
         q = q.view(*q.shape[:-2], self.num_kv_heads, groups, self.head_dim)
-        q = q.permute(0, 3, 4, 1, 2, 5) / math.sqrt(self.head_dim)  # [B, hk, g, A, Q, D]
+        q = q.permute(0, 3, 4, 1, 2, 5) * self.scale  # [B, hk, g, A, Q, D]
         k, v = (t.permute(0, 3, 1, 2, 4) for t in self.keys_values(x, geometry.block_rotation))  # [B, hk, A, Q, D]
         ck, cv = (t.transpose(1, 2) for t in self.keys_values(context, geometry.context_rotation))  # [B, hk, S, D]
         scores_context = (q.flatten(2, 4) @ ck.transpose(-1, -2)).view(q.shape[:-1] + (-1,))  # [B, hk, g, A, Q, S]
@@ -119,7 +123,7 @@ class BlockGeometry:
 
 
 class DraftLayer(nn.Module):
-    """Pre-norm attention and gated MLP over the block's rows."""
+    """Pre-norm attention and gated MLP over the block's rows; names as in `models.decoder.DecoderLayer`."""
 
     def __init__(self, config: DrafterConfig, layer: int) -> None:
         super().__init__()
@@ -135,6 +139,11 @@ class DraftLayer(nn.Module):
             }
         )
         self.tanh_gelu = config.hidden_act != "silu"
+        self.sandwich = config.layer_style == "gemma4"
+        if self.sandwich:
+            self.pre_feedforward_layernorm = nn.RMSNorm(hidden, eps)
+            self.post_feedforward_layernorm = nn.RMSNorm(hidden, eps)
+            self.layer_scalar = nn.Parameter(torch.ones(1), requires_grad=False)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
@@ -144,6 +153,10 @@ class DraftLayer(nn.Module):
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
         """Both residual additions."""
+        if self.sandwich:
+            x = x + self.post_attention_layernorm(attended)
+            fed = self.feed_forward(self.pre_feedforward_layernorm(x))
+            return (x + self.post_feedforward_layernorm(fed)) * self.layer_scalar  # type: ignore[no-any-return]
         x = x + attended
         return x + self.feed_forward(self.post_attention_layernorm(x))
 

@@ -44,6 +44,13 @@ class DrafterConfig(Settings):
     enable_confidence_head: bool = False
     confidence_head_with_markov: bool = False
     draft_vocab_size: int | None = None
+    layer_style: Literal["qwen3", "gemma4"] = "qwen3"
+    """`gemma4`, of the public drafters for such a target: norms also on what attention, values and MLP give, scores
+    that are not divided, and a stored number that each layer's output is multiplied by."""
+    attention_k_eq_v: bool = False
+    """The values are the projected keys (gemma4 layers only)."""
+    final_logit_softcapping: float | None = None
+    """The LM head's logits x become cap * tanh(x / cap), before the sequential head adds to them."""
 
     @property
     def num_drafts(self) -> int:
@@ -59,6 +66,11 @@ class DrafterConfig(Settings):
     def num_draft_logits(self) -> int:
         """Width of the draft distribution: the reduced draft vocabulary where there is one."""
         return self.draft_vocab_size or self.vocab_size
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on the attention scores."""
+        return 1.0 if self.layer_style == "gemma4" else float(self.head_dim**-0.5)
 
     def window(self, layer: int) -> int | None:
         """The attention window of one draft layer in tokens, or None for full attention."""
@@ -85,6 +97,10 @@ class DrafterConfig(Settings):
             raise ValueError("layer_types must name every draft layer")
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError("layer_types has sliding_attention: set sliding_window")
+        if self.layer_style == "gemma4" and not self.qk_norm:
+            raise ValueError("layer_style gemma4 has qk_norm")
+        if self.attention_k_eq_v and self.layer_style != "gemma4":
+            raise ValueError("attention_k_eq_v needs layer_style gemma4")
         if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(f"draft_vocab_size must be in 1..{self.vocab_size}")
         return self

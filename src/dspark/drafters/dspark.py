@@ -16,6 +16,7 @@ from dspark.errors import CheckpointError
 from dspark.models.attention import AttentionBatch
 from dspark.models.decoder import Decoder
 from dspark.models.kv_cache import PagedKVCache
+from dspark.models.layers import softcap
 from dspark.models.linear import pack_linears
 from dspark.spec.sampling import Role, argmax, categorical, probabilities, uniform
 from dspark.spec.types import DraftBlock, SamplingRows
@@ -53,12 +54,13 @@ class Drafter(nn.Module):
 
     @property
     def embedding_weight(self) -> Tensor:
-        """The target's frozen embedding table, [V, H]."""
+        """The target's frozen embedding table, [V, H], as it is stored."""
         return self._borrowed.embedding
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Target embedding of token ids, in the drafter's dtype: [...] -> [..., H]."""
-        return self._borrowed.embed(token_ids).to(self.backbone.norm.weight.dtype)
+        embedded: Tensor = self._borrowed.embed(token_ids)
+        return embedded.to(self.backbone.norm.weight.dtype)
 
     def prepare(self) -> Drafter:
         """Freeze for serving: no gradients, the target's dtype (its bytes are the cost), linears packed."""
@@ -104,7 +106,7 @@ class Drafter(nn.Module):
         hidden = self.backbone.draft(self.embed(ids), batch, cache)
         if not self.config.sample_from_anchor:
             hidden = hidden[:, 1:]
-        base = self._borrowed.head(hidden).float()  # [B, G, Vd]
+        base = softcap(self._borrowed.head(hidden).float(), self.config.final_logit_softcapping)  # [B, G, Vd]
         return self._sample_block(base, hidden, anchors, rows, seq_lens)
 
     def _sample_block(
@@ -156,14 +158,11 @@ class _Borrowed:
     """The target's embedding table and LM head rows, held without registering them as the drafter's parameters."""
 
     def __init__(self, target: Decoder, token_ids: Tensor | None) -> None:
+        self.embed = target.embed_tokens  # [...] -> [..., H], scaled where the target scales
         self.embedding = target.embed_tokens.weight.detach()
         full = target.lm_head_weight.detach()
         self.lm_head_weight = full if token_ids is None else full[token_ids]
         self.head: nn.Module = nn.Identity()
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[...] -> [..., H]."""
-        return nn.functional.embedding(token_ids, self.embedding)
 
 
 def check_target(config: DrafterConfig, target: Decoder, token_ids: Tensor | None) -> None:

@@ -50,14 +50,11 @@ def ropes(hf: JsonDict, by_type: Mapping[str, JsonDict] | None, max_position: in
     if _FULL not in given:
         full = {"rope_theta": hf.get("rope_theta"), **(hf.get("rope_scaling") or {})}
         given = {_FULL: full, _SLIDING: {"rope_theta": hf.get("rope_local_base_freq")}}
-    merged = {
-        kind: {**default, **{name: value for name, value in (given.get(kind) or {}).items() if value is not None}}
-        for kind, default in by_type.items()
-    }
-    return {
-        "rope": _rope(merged[_FULL], max_position, where),
-        "local_rope": _rope(merged[_SLIDING], max_position, where),
-    }
+    kinds = {}
+    for kind, default in by_type.items():
+        own = {name: value for name, value in (given.get(kind) or {}).items() if value is not None}
+        kinds[kind] = _rope({"rope_theta": default["rope_theta"], **own} if own else default, max_position, where)
+    return {"rope": kinds[_FULL], "local_rope": kinds[_SLIDING]}
 
 
 def rope_to_hf(config: DecoderConfig, by_type: bool) -> dict[str, Any]:

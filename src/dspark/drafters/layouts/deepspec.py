@@ -25,8 +25,13 @@ from dspark.models.families import config_from_hf, config_to_hf
 from dspark.models.weights import read_json
 
 WEIGHTS_NAME = "model.safetensors"
-ARCHITECTURES = {"Qwen3DSparkModel": "dspark", "Qwen3DFlashModel": "dflash"}
-OWN_FIELDS = ("sample_from_anchor", "block_attention", "draft_vocab_size")
+ARCHITECTURES = {
+    "Qwen3DSparkModel": "dspark",
+    "Qwen3DFlashModel": "dflash",
+    "Gemma4DSparkModel": "dspark",  # DFlash too: with markov_rank 0 and no confidence head
+}
+DECODERS = {"qwen3": "Qwen3ForCausalLM", "gemma4": "Gemma4ForCausalLM"}  # by layer style: whose config a file has
+OWN_FIELDS = ("sample_from_anchor", "block_attention", "draft_vocab_size", "final_logit_softcapping")
 SHARED_FIELDS = (
     "num_target_layers", "block_size", "mask_token_id", "markov_rank", "markov_head_type",
     "enable_confidence_head", "confidence_head_with_markov",
@@ -91,7 +96,8 @@ def parse_config(raw: dict[str, Any], where: str) -> DrafterConfig:
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in ARCHITECTURES:
         raise CheckpointError(f"{where}: architectures {names}: not a known drafter; known: {', '.join(ARCHITECTURES)}")
-    shape = config_from_hf(raw | {"architectures": ["Qwen3ForCausalLM"]}, where)
+    style = "gemma4" if names[0].startswith("Gemma4") else "qwen3"
+    shape = config_from_hf(raw | {"architectures": [DECODERS[style]]}, where)
     fields = {name: raw[name] for name in SHARED_FIELDS if raw.get(name) is not None}
     own = {name: raw[name] for name in OWN_FIELDS if name in raw}
     try:
@@ -100,7 +106,8 @@ def parse_config(raw: dict[str, Any], where: str) -> DrafterConfig:
                 "algorithm": ARCHITECTURES[names[0]]
                 if fields.get("markov_rank") or fields.get("enable_confidence_head")
                 else "dflash",
-                **{name: getattr(shape, name) for name in _DECODER_FIELDS},
+                "layer_style": style,
+                **_network(shape, where),
                 "target_layer_ids": raw.get("target_layer_ids", []),
                 **fields,
                 **own,
@@ -114,12 +121,16 @@ def parse_config(raw: dict[str, Any], where: str) -> DrafterConfig:
 def dump_config(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
     """DrafterConfig -> the flat config.json of the release."""
     layers = config.layer_types or ("full_attention",) * config.num_hidden_layers
-    shape = {name: getattr(config, name) for name in _DECODER_FIELDS if name not in ("qk_norm", "layer_types")}
-    decoder = DecoderConfig(architecture="Qwen3ForCausalLM", qk_norm=True, layer_types=layers, **shape)
-    algorithm = {v: k for k, v in ARCHITECTURES.items()}[config.algorithm]
+    shape = {name: getattr(config, name) for name in _DECODER_FIELDS if name != "layer_types"}
+    architecture = {v: k for k, v in ARCHITECTURES.items() if k.startswith("Qwen3")}[config.algorithm]
+    if config.layer_style == "gemma4":
+        architecture = "Gemma4DSparkModel"
+        shared = config.num_key_value_heads if config.attention_k_eq_v else None
+        shape |= {"local_rope": config.rope, "global_head_dim": config.head_dim, "num_global_key_value_heads": shared}
+    decoder = DecoderConfig(architecture=DECODERS[config.layer_style], layer_types=layers, **shape)
     fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, *OWN_FIELDS)}
     return config_to_hf(decoder, str(dtype).removeprefix("torch.")) | {
-        "architectures": [algorithm],
+        "architectures": [architecture],
         "target_layer_ids": list(config.target_layer_ids),
         **fields,
     }
@@ -128,8 +139,19 @@ def dump_config(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
 _DECODER_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "rope", "max_position_embeddings", "qk_norm",
-    "attention_bias", "sliding_window", "layer_types",
+    "attention_bias", "sliding_window", "layer_types", "attention_k_eq_v",
+    "final_logit_softcapping",
 )  # fmt: skip
+
+
+def _network(shape: DecoderConfig, where: str) -> dict[str, Any]:
+    """The draft layers' fields. In a Gemma 4 drafter all of them are shaped like the target's full-attention ones."""
+    if shape.global_head_dim is not None and "sliding_attention" in shape.layer_types:
+        raise CheckpointError(f"{where}: layer_types: a Gemma 4 drafter has full_attention layers only")
+    return {name: getattr(shape, name) for name in _DECODER_FIELDS} | {
+        "head_dim": shape.head_dim_of(0),
+        "num_key_value_heads": shape.kv_heads_of(0),
+    }
 
 
 def _stored(name: str) -> str:
