@@ -92,6 +92,18 @@ def test_a_bfloat16_target_gives_float32_normalizers(target: Target, tmp_path: P
         torch.testing.assert_close(sample.log_normalizer[wanted], wide.logsumexp(-1)[wanted], rtol=1e-5, atol=1e-5)
 
 
+def test_normalizers_of_a_target_that_caps_its_logits(target: Target, tmp_path: Path) -> None:
+    decoder = copy.deepcopy(target.decoder)
+    decoder.config = decoder.config.replace(final_logit_softcapping=1.5)
+    build_cache(replace(target, decoder=decoder), make_rows(3), settings(tmp_path))
+    for sample in CacheReader(tmp_path / "cache"):
+        assert sample.log_normalizer is not None
+        wanted = ~sample.log_normalizer.isnan()
+        own = decoder.logits(sample.last_hidden.float())
+        assert own.abs().max() <= 1.5
+        torch.testing.assert_close(sample.log_normalizer[wanted], own.logsumexp(-1)[wanted], rtol=1e-5, atol=1e-5)
+
+
 class Killed(BaseException):
     """Stands for a signal: nothing catches it."""
 

@@ -36,6 +36,15 @@ FAMILIES = {
     "mistral": {"sliding_window": 8},
     "qwen2": {},
     "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gemma3_text": {"sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8},
+    "gemma4_unified_text": {
+        "sliding_window": 8,
+        "global_head_dim": 16,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "final_logit_softcapping": 30.0,
+    },
 }
 
 

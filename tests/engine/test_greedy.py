@@ -7,6 +7,8 @@ from dspark.engine.config import EngineSettings
 from dspark.engine.engine import Engine
 from dspark.engine.request import SamplingParams
 
+from .conftest import FAMILIES
+
 PROMPTS = [[(7 * i * i + 13 * n) % 255 + 1 for i in range(n)] for n in (1, 5, 12, 13, 20, 31)]
 PARAMS = SamplingParams(max_tokens=24)
 
@@ -19,7 +21,7 @@ def transformers_answer(model, prompt: list[int], max_tokens: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_all_three_agree(family, make_model, make_drafter, make_scripted):
     target, reference = make_model(family)
     expected = [transformers_answer(reference, prompt, PARAMS.max_tokens) for prompt in PROMPTS]

@@ -19,7 +19,11 @@ MIXES = {
 }
 
 
-def problem(reduced: bool) -> tuple[dict[str, Tensor], SlotTargets]:
+def capped(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def problem(reduced: bool, cap: float | None = None) -> tuple[dict[str, Tensor], SlotTargets]:
     torch.manual_seed(3)
     full_head = torch.randn(V, H)
     kept = torch.randperm(V)[:31] if reduced else torch.arange(V)
@@ -29,7 +33,7 @@ def problem(reduced: bool) -> tuple[dict[str, Tensor], SlotTargets]:
     index[kept] = torch.arange(len(kept))
     targets = SlotTargets(
         hidden=target_hidden,
-        log_normalizer=(target_hidden @ full_head.T).logsumexp(-1),
+        log_normalizer=capped(target_hidden @ full_head.T, cap).logsumexp(-1),
         position=torch.randint(0, M, (N,)),
         label=index[label],
         weight=torch.rand(N) * (torch.rand(N) > 0.2),
@@ -38,10 +42,12 @@ def problem(reduced: bool) -> tuple[dict[str, Tensor], SlotTargets]:
     return leaves | {"head": full_head[kept], "full_head": full_head, "kept": kept, "token": label}, targets
 
 
-def reference(x: dict[str, Tensor], targets: SlotTargets, mix: LossMix) -> tuple[Tensor, Tensor]:
+def reference(
+    x: dict[str, Tensor], targets: SlotTargets, mix: LossMix, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Every law over the FULL vocabulary, in float64: (weighted sum, L1 per slot)."""
-    p = F.softmax(targets.hidden.double() @ x["full_head"].double().T, dim=-1)[targets.position]
-    log_q = F.log_softmax(x["hidden"] @ x["head"].double().T + x["feature"] @ x["w2"].T, dim=-1)
+    p = F.softmax(capped(targets.hidden.double() @ x["full_head"].double().T, cap), dim=-1)[targets.position]
+    log_q = F.log_softmax(capped(x["hidden"] @ x["head"].double().T, cap) + x["feature"] @ x["w2"].T, dim=-1)
     q = torch.zeros_like(p).index_copy(1, x["kept"], log_q.exp())
     l1 = (q - p).abs().sum(-1)
     soft = -(p[:, x["kept"]] * log_q).sum(-1)
@@ -50,15 +56,16 @@ def reference(x: dict[str, Tensor], targets: SlotTargets, mix: LossMix) -> tuple
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("name", MIXES)
-def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch, name: str, reduced: bool) -> None:
+@pytest.mark.parametrize(("name", "cap"), [*((name, None) for name in MIXES), ("all", 2.5)])
+def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch, name: str, cap: float | None, reduced: bool) -> None:
     monkeypatch.setattr(losses, "CHUNK", 8)
-    x, targets = problem(reduced)
+    x, targets = problem(reduced, cap)
     fused = {k: x[k].clone().requires_grad_() for k in ("hidden", "feature", "w2")}
-    out = draft_losses(fused["hidden"], fused["feature"], HeadWeights(x["head"], fused["w2"]), targets, MIXES[name])
+    head = HeadWeights(x["head"], fused["w2"], cap, cap)
+    out = draft_losses(fused["hidden"], fused["feature"], head, targets, MIXES[name])
     (out.total * 0.5).backward()
     plain = {k: x[k].double().requires_grad_() for k in ("hidden", "feature", "w2")}
-    total, l1 = reference(x | plain, targets, MIXES[name])
+    total, l1 = reference(x | plain, targets, MIXES[name], cap)
     (total * 0.5).backward()
     torch.testing.assert_close(out.total.double(), total, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out.l1.double(), l1, rtol=1e-5, atol=1e-5)

@@ -119,3 +119,13 @@ def test_draft_vocabulary_is_the_most_frequent(rows: list) -> None:
 def test_layers_that_the_cache_lacks_are_refused(target: Decoder) -> None:
     with pytest.raises(ConfigError, match="target_layer_ids"):
         drafter_config(DrafterShape(mask_token_id=1, target_layer_ids=(1,)), target, TAPS)
+
+
+def test_a_gemma4_target_gets_the_layers_of_the_public_drafters(target: Decoder) -> None:
+    shared = {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    config = target.config.replace(local_rope=target.config.rope, final_logit_softcapping=30.0, **shared)
+    drafter = drafter_config(DrafterShape(mask_token_id=1), Decoder(config), TAPS)
+    assert (drafter.layer_style, drafter.head_dim, drafter.num_key_value_heads) == ("gemma4", 16, 1)
+    assert drafter.attention_k_eq_v
+    assert drafter.final_logit_softcapping == 30.0
+    assert drafter_config(DrafterShape(mask_token_id=1), target, TAPS).layer_style == "qwen3"

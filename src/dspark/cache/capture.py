@@ -14,6 +14,7 @@ from dspark.cache.format import Sample
 from dspark.models.attention import AttentionBatch
 from dspark.models.decoder import Decoder
 from dspark.models.kv_cache import PagedKVCache
+from dspark.models.layers import softcap
 
 _BLOCK_SIZE = 64  # tokens
 _LOGIT_ROWS = 256  # rows of logits over the whole vocabulary that exist at once
@@ -79,6 +80,7 @@ class _WideHead:
     def __init__(self, decoder: Decoder) -> None:
         self._norm = copy.deepcopy(decoder.norm).float()
         self._weight = decoder.lm_head_weight.detach().float()  # [V, H]
+        self._cap = decoder.config.final_logit_softcapping
 
     def normalizers(self, last_hidden: Tensor, loss_mask: Tensor) -> Tensor:
         """The logsumexp f32 [S] of the logits of states [S, H] where the next token is supervised, NaN elsewhere."""
@@ -87,7 +89,7 @@ class _WideHead:
         for start in range(0, len(positions), _LOGIT_ROWS):
             chunk = positions[start : start + _LOGIT_ROWS]
             states = last_hidden[chunk.to(last_hidden.device)].float()
-            found[chunk] = F.linear(self._norm(states), self._weight).logsumexp(-1).cpu()
+            found[chunk] = softcap(F.linear(self._norm(states), self._weight), self._cap).logsumexp(-1).cpu()
         return found
 
 

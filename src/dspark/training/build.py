@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.dspark import Drafter
 from dspark.errors import ConfigError
+from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder
 from dspark.training.batch import SampleSource
 from dspark.training.config import DrafterShape
@@ -37,9 +39,9 @@ def drafter_config(shape: DrafterShape, target: Decoder, target_layer_ids: tuple
             "hidden_size": t.hidden_size,
             "intermediate_size": shape.intermediate_size or t.intermediate_size,
             "num_attention_heads": t.num_attention_heads,
-            "num_key_value_heads": shape.num_key_value_heads or t.num_key_value_heads,
-            "head_dim": t.head_dim,
+            **_heads(t, shape),
             "rms_norm_eps": t.rms_norm_eps,
+            "final_logit_softcapping": t.final_logit_softcapping,
             "rope": t.rope,
             "max_position_embeddings": t.max_position_embeddings,
             "num_target_layers": t.num_hidden_layers,
@@ -47,6 +49,21 @@ def drafter_config(shape: DrafterShape, target: Decoder, target_layer_ids: tuple
         },
         "drafter",
     )
+
+
+def _heads(target: DecoderConfig, shape: DrafterShape) -> dict[str, Any]:
+    """Head sizes as the target's; for Gemma 4 the layers of the public drafters, like its full-attention ones."""
+    if target.global_head_dim is None:
+        num_heads = shape.num_key_value_heads or target.num_key_value_heads
+        return {"num_key_value_heads": num_heads, "head_dim": target.head_dim}
+    return {
+        "num_key_value_heads": shape.num_key_value_heads
+        or target.num_global_key_value_heads or target.num_key_value_heads,
+        "head_dim": target.global_head_dim,
+        "layer_style": "gemma4",
+        "attention_k_eq_v": target.attention_k_eq_v,
+        "hidden_act": target.hidden_act,
+    }
 
 
 def new_drafter(config: DrafterConfig, target: Decoder, samples: SampleSource, seed: int) -> Drafter:

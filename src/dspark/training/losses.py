@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dspark.models.layers import softcap
 from dspark.spec.sampling import argmax
 from dspark.training.config import LossMix
 
@@ -27,6 +28,8 @@ class HeadWeights(NamedTuple):
 
     lm_head: Tensor  # [Vd, H]
     markov_w2: Tensor | None  # [Vd, r]
+    draft_cap: float | None = None  # soft cap of the head's logits, before the sequential head's are added
+    target_cap: float | None = None  # and of the target's
 
 
 class SlotTargets(NamedTuple):
@@ -57,7 +60,7 @@ def draft_losses(
     Gradients flow to `hidden`, `feature` and `head.markov_w2`; the LM head and the target are constants.
     """
     order = targets.position.argsort(stable=True)
-    arguments = (hidden, feature, head.markov_w2, head.lm_head, targets, order, mix)
+    arguments = (hidden, feature, head.markov_w2, head, targets, order, mix)
     outputs = _FusedLosses.apply(*arguments)  # type: ignore[no-untyped-call]
     return SlotLosses(*outputs)
 
@@ -67,7 +70,8 @@ class _FusedLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        hidden, feature, w2, lm_head, targets, order, mix = args
+        hidden, feature, w2, head, targets, order, mix = args
+        lm_head, cap = head.lm_head, head.draft_cap
         n = hidden.shape[0]
         rows = {name: torch.zeros(n, device=hidden.device) for name in ("ce", "soft_ce", "l1", "top1")}
         grad_hidden = torch.zeros_like(hidden)
@@ -76,14 +80,14 @@ class _FusedLosses(torch.autograd.Function):
         for start in range(0, n, CHUNK):
             index = order[start : start + CHUNK]
             u, f = hidden[index], None if feature is None else feature[index]
-            logits = u @ lm_head.T
-            if f is not None:
-                logits = logits + f @ w2.T
-            losses, grad = _chunk(logits.float(), lm_head, targets, index, mix)
+            base = softcap(u @ lm_head.T, cap)
+            logits = base if f is None else base + f @ w2.T
+            losses, grad = _chunk(logits.float(), head, targets, index, mix)
             for name, value in losses.items():
                 rows[name][index] = value
             grad = grad.to(hidden.dtype)
-            grad_hidden[index] = grad @ lm_head
+            through_cap = grad if cap is None else grad * (1 - (base / cap) ** 2)
+            grad_hidden[index] = through_cap @ lm_head
             if f is not None and grad_feature is not None and grad_w2 is not None:
                 grad_feature[index] = grad @ w2
                 grad_w2 += grad.T @ f
@@ -101,11 +105,11 @@ class _FusedLosses(torch.autograd.Function):
 
 
 def _chunk(
-    logits: Tensor, lm_head: Tensor, targets: SlotTargets, index: Tensor, mix: LossMix
+    logits: Tensor, head: HeadWeights, targets: SlotTargets, index: Tensor, mix: LossMix
 ) -> tuple[dict[str, Tensor], Tensor]:
     """One chunk: draft logits [C, Vd] fp32 -> per-slot losses [C] and the gradient of their weighted sum [C, Vd]."""
     unique, inverse = torch.unique_consecutive(targets.position[index], return_inverse=True)
-    target_logits = (targets.hidden[unique] @ lm_head.T).float()
+    target_logits = softcap(targets.hidden[unique] @ head.lm_head.T, head.target_cap).float()
     best = argmax(target_logits)[inverse]
     p = torch.exp(target_logits - targets.log_normalizer[unique, None])
     inside = p.sum(dim=-1)[inverse]  # target mass on the draft vocabulary; the rest can never be drafted

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dspark.drafters.dspark import Drafter
 from dspark.models.decoder import Decoder
+from dspark.models.layers import softcap
 from dspark.training.batch import TrainBatch, slot_weights
 from dspark.training.config import LossMix
 from dspark.training.losses import HeadWeights, SlotLosses, SlotTargets, confidence_loss, draft_losses
@@ -65,7 +66,12 @@ def micro_objective(
         weight=weight,
     )
     dtype = hidden.dtype
-    weights = HeadWeights(drafter.lm_head_weight.to(dtype), None if head is None else head.markov_w2.weight.to(dtype))
+    weights = HeadWeights(
+        drafter.lm_head_weight.to(dtype),
+        None if head is None else head.markov_w2.weight.to(dtype),
+        drafter.config.final_logit_softcapping,
+        target.config.final_logit_softcapping,
+    )
     slots = draft_losses(hidden[mask], None if feature is None else feature.to(dtype), weights, targets, mix)
     loss, confidence = slots.total, None
     if drafter.confidence_head is not None:
@@ -81,8 +87,8 @@ def _target_rows(target: Decoder, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         normed = target.norm(batch.last_hidden.to(weight.dtype)).flatten(0, 1)
         if batch.log_normalizer is not None:
             return normed, batch.log_normalizer.flatten()
-        chunks = normed.split(LOG_NORMALIZER_ROWS)
-        return normed, torch.cat([(c @ weight.T).float().logsumexp(dim=-1) for c in chunks])
+        cap, chunks = target.config.final_logit_softcapping, normed.split(LOG_NORMALIZER_ROWS)
+        return normed, torch.cat([softcap(c @ weight.T, cap).float().logsumexp(dim=-1) for c in chunks])
 
 
 @torch.no_grad()
