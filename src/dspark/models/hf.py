@@ -35,7 +35,7 @@ class HuggingFaceCausalLM:
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         """Wrap a loaded model; `name` stands in errors. Raises `CheckpointError` when its structure is another."""
         self.name = name
-        self._model = model.requires_grad_(False).eval()
+        self._model: Any = model.requires_grad_(False).eval()  # type: ignore[no-untyped-call]
         self._backbone, self._layers = _layers_of(model, name)
         self._norm = _norm_of(self._backbone, self._layers, name)
         self._head = _head_of(model, name)
@@ -54,7 +54,7 @@ class HuggingFaceCausalLM:
         if path.suffix == ".gguf":
             where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
         try:
-            model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype or "auto", local_files_only=True)
+            model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype or "auto", local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{name_or_path}: transformers cannot load it ({error})") from None
         return cls(model.to(device), str(name_or_path))
@@ -181,7 +181,7 @@ class _Recorder:
 def _layers_of(model: PreTrainedModel, name: str) -> tuple[nn.Module, nn.ModuleList]:
     """Return the module that holds the decoder layers, and their list."""
     count = model.config.get_text_config().num_hidden_layers
-    decoder = model.get_decoder() or model
+    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
     for parent in decoder.modules():
         for child in parent.children():
             if isinstance(child, nn.ModuleList) and len(child) == count:
@@ -205,10 +205,9 @@ def _norm_of(backbone: nn.Module, layers: nn.ModuleList, name: str) -> nn.Module
 
 def _head_of(model: PreTrainedModel, name: str) -> nn.Module:
     """Return the module that makes logits of normed states."""
-    head = model.get_output_embeddings()
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:
         raise CheckpointError(f"{name}: {type(model).__name__} has no LM head; give a causal language model")
-    if head.weight.shape[1] != model.config.get_text_config().hidden_size:
+    if head.get_parameter("weight").shape[1] != model.config.get_text_config().hidden_size:
         raise CheckpointError(f"{name}: the LM head of {type(model).__name__} does not read the final norm directly")
-    found: nn.Module = head
-    return found
+    return head

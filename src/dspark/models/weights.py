@@ -110,7 +110,7 @@ def save_decoder(decoder: Decoder, tokenizer: Tokenizer | None, path: str | Path
         value = (parameter - 1).to(decoder.dtype) if name in plus_one else parameter
         parts = stored_parts(name, parameter.shape, decoder.config)
         rows = value.flatten(0, -2) if value.ndim > 2 else value
-        for part, piece in zip(parts, rows.split(list(parts.values())), strict=True):
+        for part, piece in zip(parts, torch.split(rows, list(parts.values())), strict=True):
             tensors[part if part == "lm_head.weight" else f"model.{part}"] = piece.detach().contiguous()
     hf = config_to_hf(decoder.config, str(decoder.dtype).removeprefix("torch."))
     with atomic_path(path) as directory:
