@@ -1,6 +1,7 @@
 """A tiny target, samples that it really produced, and a trainer over them: for tests in and outside pytest."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,7 +66,13 @@ def make_rows(target: Decoder) -> list[Row]:
 
 
 def make_trainer(
-    target: Decoder, rows: list[Row], out: Path, ranks: Ranks, shape: dict[str, object], changes: dict[str, object]
+    target: Decoder,
+    rows: list[Row],
+    out: Path,
+    ranks: Ranks,
+    shape: dict[str, object],
+    changes: dict[str, object],
+    measure: Callable[[Path], float] | None = None,
 ) -> Trainer:
     """Eight steps of two micro-batches of four sequences, saved every third step, unless `changes` say otherwise."""
     base: dict[str, object] = {
@@ -84,7 +91,7 @@ def make_trainer(
     settings = TrainSettings.from_dict(base | changes, "test")
     drafter = new_drafter(drafter_config(settings.drafter, target, TAPS), target, rows, settings.seed)
     lengths = np.array([len(row.token_ids) for row in rows])
-    return Trainer(settings, target, drafter, rows, lengths, export, ranks)
+    return Trainer(settings, target, drafter, rows, lengths, export, ranks, measure)
 
 
 def export(drafter: Drafter, path: Path) -> None:

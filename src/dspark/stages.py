@@ -17,12 +17,14 @@ from dspark.cache import build
 from dspark.cache.config import CacheSettings
 from dspark.cache.reader import CacheReader
 from dspark.data.chat import ChatTemplate
-from dspark.data.conversation import read_conversations
+from dspark.data.conversation import Message, read_conversations
+from dspark.data.sources import read_prompts
 from dspark.data.template import SkipReason, render_all
 from dspark.drafters.dspark import Drafter
 from dspark.drafters.layouts.deepspec import read_drafter, write_drafter
 from dspark.engine.config import EngineSettings
 from dspark.engine.engine import Engine
+from dspark.engine.request import SamplingParams
 from dspark.errors import CacheError, ConfigError
 from dspark.generation import regenerate as regeneration
 from dspark.generation import synthesize as synthesis
@@ -30,12 +32,14 @@ from dspark.generation.config import RegenerateSettings, SynthesizeSettings
 from dspark.log import get_logger
 from dspark.models.target import DtypeName, Target, load_target
 from dspark.training.batch import TrainSample
-from dspark.training.build import adapt_scale, drafter_config, new_drafter
-from dspark.training.config import TrainSettings
+from dspark.training.build import adapt_scale, drafter_config, freeze, new_drafter, warm_start
+from dspark.training.config import HeldOut, TrainSettings
 from dspark.training.parallel import join_ranks
 from dspark.training.trainer import Trainer
 
 _log = get_logger(__name__)
+
+MEASURED_LENGTH = 2048  # tokens of prompt and answer, where held-out prompts are measured
 
 
 class JoinedCaches:
@@ -105,24 +109,47 @@ def train(settings: TrainSettings) -> None:
         target.decoder.to(ranks.device)
         drafter = build_drafter(settings, target, samples).to(ranks.device)
         export = exporter(settings, target)
-        trainer = Trainer(settings, target.decoder, drafter, samples, samples.lengths(), export, ranks)
+        measure = None if settings.held_out is None else acceptance_probe(settings.held_out, target)
+        trainer = Trainer(settings, target.decoder, drafter, samples, samples.lengths(), export, ranks, measure)
         with graceful_stop(trainer):
             trainer.run()
     _log.info("drafter written to %s", settings.out / "last")
 
 
 def build_drafter(settings: TrainSettings, target: Target, samples: JoinedCaches) -> Drafter:
-    """A fresh drafter, or the one to start from. Raises ConfigError when that one reads other layers."""
-    if settings.init_from is not None:
-        drafter = read_drafter(settings.init_from, target.decoder, target.digest)
-        if drafter.config.target_layer_ids != samples.target_layer_ids:
-            raise ConfigError(
-                f"init_from reads layers {drafter.config.target_layer_ids}, the cache holds {samples.target_layer_ids}"
-            )
+    """A fresh drafter, or the one to start from as the recipe wants it. Raises ConfigError where they do not fit."""
+    shape = settings.drafter
+    if settings.init_from is None:
+        config = drafter_config(shape, target.decoder, samples.target_layer_ids)
+        drafter = new_drafter(config, target.decoder, samples, settings.seed)
+    else:
+        read = read_drafter(settings.init_from, target.decoder, target.digest)
+        config = drafter_config(shape, target.decoder, samples.target_layer_ids)
+        drafter = warm_start(read, config, target.decoder, settings.seed)
         adapt_scale(drafter, samples)
-        return drafter
-    config = drafter_config(settings.drafter, target.decoder, samples.target_layer_ids)
-    return new_drafter(config, target.decoder, samples, settings.seed)
+    freeze(drafter, settings.freeze)
+    return drafter
+
+
+def acceptance_probe(settings: HeldOut, target: Target) -> Callable[[Path], float]:
+    """A function that measures a checkpoint: the accepted length of its drafts on held-out prompts, through the engine.
+
+    Raises DataError when the prompts cannot be read.
+    """
+    template = ChatTemplate(target.tokenizer)
+    by_file = [list(islice(read_prompts((path,)), settings.limit)) for path in settings.prompts]
+    prompts = [template.prompt_ids([Message("user", p.turns[0])]) for rows in by_file for p in rows]
+    params = SamplingParams(max_tokens=settings.max_tokens, temperature=settings.temperature, seed=0)
+
+    def measure(path: Path) -> float:
+        drafter = read_drafter(path, target.decoder, target.digest).prepare()
+        engine = Engine(target, drafter, EngineSettings(max_batch=16, max_length=MEASURED_LENGTH))
+        fitting = [ids for ids in prompts if len(ids) + settings.max_tokens <= engine.limit]
+        completions = engine.generate(fitting, [params] * len(fitting))
+        rounds = sum(c.rounds for c in completions)
+        return sum(c.rounds * (c.tau or 0.0) for c in completions) / max(1, rounds)
+
+    return measure
 
 
 def exporter(settings: TrainSettings, target: Target) -> Callable[[Drafter, Path], None]:

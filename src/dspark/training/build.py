@@ -24,7 +24,9 @@ INIT_STD = 0.02
 def drafter_config(shape: DrafterShape, target: Decoder, target_layer_ids: tuple[int, ...]) -> DrafterConfig:
     """The drafter's config: the recipe's choices over the target's sizes. Raises ConfigError where they clash."""
     t = target.config
-    fields = shape.model_dump(exclude={"intermediate_size", "num_key_value_heads", "target_layer_ids"})
+    fields = shape.model_dump(
+        exclude={"intermediate_size", "num_attention_heads", "num_key_value_heads", "target_layer_ids"}
+    )
     if shape.target_layer_ids and shape.target_layer_ids != target_layer_ids:
         raise ConfigError(
             f"drafter.target_layer_ids {list(shape.target_layer_ids)} are not the cache's {list(target_layer_ids)}: "
@@ -38,7 +40,7 @@ def drafter_config(shape: DrafterShape, target: Decoder, target_layer_ids: tuple
             "vocab_size": t.vocab_size,
             "hidden_size": t.hidden_size,
             "intermediate_size": shape.intermediate_size or t.intermediate_size,
-            "num_attention_heads": t.num_attention_heads,
+            "num_attention_heads": shape.num_attention_heads or t.num_attention_heads,
             **_heads(t, shape),
             "rms_norm_eps": t.rms_norm_eps,
             "final_logit_softcapping": t.final_logit_softcapping,
@@ -58,7 +60,8 @@ def _heads(target: DecoderConfig, shape: DrafterShape) -> dict[str, Any]:
         return {"num_key_value_heads": num_heads, "head_dim": target.head_dim}
     return {
         "num_key_value_heads": shape.num_key_value_heads
-        or target.num_global_key_value_heads or target.num_key_value_heads,
+        or target.num_global_key_value_heads
+        or target.num_key_value_heads,
         "head_dim": target.global_head_dim,
         "layer_style": "gemma4",
         "attention_k_eq_v": target.attention_k_eq_v,
@@ -75,6 +78,44 @@ def new_drafter(config: DrafterConfig, target: Decoder, samples: SampleSource, s
     initialise(drafter, torch.Generator().manual_seed(seed))
     drafter.backbone.feature_scale.copy_(feature_scale(samples))
     return drafter
+
+
+def warm_start(read: Drafter, wanted: DrafterConfig, target: Decoder, seed: int) -> Drafter:
+    """The drafter `read` as the recipe wants it: its weights and draft vocabulary, another block size, new heads.
+
+    Heads that the recipe names and `read` lacks (a DFlash drafter has none) start fresh. Raises ConfigError where the
+    recipe asks for other weights than there are.
+    """
+    free = {"block_size"}
+    if not read.config.markov_rank:
+        free |= {"algorithm", "markov_rank", "markov_head_type", "confidence_head_with_markov"}
+    if not read.config.enable_confidence_head:
+        free |= {"enable_confidence_head", "confidence_head_with_markov"}
+    ours, theirs = read.config.model_dump(), wanted.model_dump()
+    clash = next((name for name in ours if name not in free and ours[name] != theirs[name]), None)
+    if clash is not None:
+        raise ConfigError(
+            f"init_from has {clash} {ours[clash]!r} but the recipe's drafter {theirs[clash]!r}: "
+            f"set drafter.{clash} to the former, or train from random weights"
+        )
+    drafter = Drafter(wanted, target, read.token_ids)
+    initialise(drafter, torch.Generator().manual_seed(seed))
+    drafter.load_state_dict(drafter.state_dict() | read.state_dict())
+    drafter.backbone.feature_scale.copy_(read.backbone.feature_scale)
+    return drafter
+
+
+def freeze(drafter: Drafter, beginnings: tuple[str, ...]) -> None:
+    """Exclude parameters from training by the beginning of their names. Raises ConfigError when one names none."""
+    for beginning in beginnings:
+        chosen = [p for name, p in drafter.named_parameters() if name.startswith(beginning)]
+        if not chosen:
+            names = sorted({name.split(".")[0] for name, _ in drafter.named_parameters()})
+            raise ConfigError(f"freeze: no parameter begins with {beginning!r}; the drafter has {', '.join(names)}")
+        for parameter in chosen:
+            parameter.requires_grad_(False)
+    if not any(p.requires_grad for p in drafter.parameters()):
+        raise ConfigError("freeze: nothing is left to train")
 
 
 def frequent_tokens(samples: SampleSource, vocab_size: int, keep: int) -> Tensor:

@@ -32,6 +32,8 @@ class DrafterShape(Settings):
     num_hidden_layers: int = 2
     intermediate_size: int | None = None
     """None: the target's."""
+    num_attention_heads: int | None = None
+    """None: the target's."""
     num_key_value_heads: int | None = None
     """None: the target's. A narrow target leaves little room for the context in its few heads; more cost little."""
     target_layer_ids: tuple[int, ...] = ()
@@ -48,6 +50,21 @@ class DrafterShape(Settings):
     """Keep the most frequent tokens of the training answers; None keeps all."""
 
 
+class HeldOut(Settings):
+    """Measuring the drafter while it is trained: real speculative decoding of prompts that it was not trained on."""
+
+    prompts: tuple[Path, ...]
+    """Prompt files (JSON lines)."""
+    limit: int = Field(16, gt=0)
+    """Prompts of each file."""
+    max_tokens: int = Field(64, gt=1)
+    temperature: float = Field(0.0, ge=0)
+    every: int = Field(500, gt=0)
+    """Optimizer steps between measurements; one more is made at the end."""
+    patience: int | None = Field(None, gt=0)
+    """Stop after so many measurements in a row without a better one; None: never."""
+
+
 class TrainSettings(Settings):
     """One training run on cached target features."""
 
@@ -58,7 +75,11 @@ class TrainSettings(Settings):
     drafter: DrafterShape
     loss: LossMix = LossMix()
     init_from: Path | None = None
-    """A drafter checkpoint to start from instead of random weights."""
+    """A drafter checkpoint to start from instead of random weights; heads that it lacks start fresh."""
+    freeze: tuple[str, ...] = ()
+    """Beginnings of parameter names that stay as they are, such as "backbone" or "markov_head"."""
+    held_out: HeldOut | None = None
+    """Keeps the best checkpoint under `out/best`."""
     num_anchors: int = Field(512, gt=0)
     """Anchors drawn per sequence and epoch."""
     batch_size: int = Field(8, gt=0)

@@ -102,7 +102,7 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def join_ranks(device: str = "auto") -> Iterator[Ranks]:
-    """Join the other processes that torchrun started, or be a world of one.
+    """Join the other processes that torchrun started, or be a world of one; a group that is there already is used.
 
     `device`: "cpu", "cuda" or "auto" (cuda where there is one). Raises ConfigError when it is not there.
     """
@@ -113,12 +113,16 @@ def join_ranks(device: str = "auto") -> Iterator[Ranks]:
     if kind == "cuda":
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(place)
-    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    ours = not dist.is_initialized()
+    if ours:
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size(), place)
     finally:
-        dist.destroy_process_group()
+        if ours:
+            dist.destroy_process_group()

@@ -26,6 +26,7 @@ from dspark.training.objective import TrainStep
 from dspark.training.optim import build_optimizer, learning_rate
 from dspark.training.parallel import Ranks, whole_tensor
 from dspark.training.sampler import EpochSampler
+from dspark.training.selection import Best, keep
 
 _log = get_logger(__name__)
 
@@ -33,8 +34,9 @@ _log = get_logger(__name__)
 class Trainer:
     """Trains `drafter` on `samples` as `settings` say; `target` lends its final norm, embedding and LM head.
 
-    `export(drafter, directory)` writes a servable checkpoint; it is called beside every training state. A run that
-    finds a state under `settings.out` continues it, with the losses the uninterrupted run would have had.
+    `export(drafter, directory)` writes a servable checkpoint; it is called beside every training state.
+    `measure(directory)` gives the accepted length of such a checkpoint on held-out prompts. A run that finds a state
+    under `settings.out` continues it, with the losses the uninterrupted run would have had.
     """
 
     def __init__(
@@ -46,9 +48,10 @@ class Trainer:
         lengths: np.ndarray,
         export: Callable[[Drafter, Path], None],
         ranks: Ranks,
+        measure: Callable[[Path], float] | None = None,
     ) -> None:
         self.settings, self.target, self.drafter, self.samples, self.export = settings, target, drafter, samples, export
-        self.ranks = ranks
+        self.ranks, self.measure, self.best = ranks, measure, Best()
         ranks.check(settings.accumulation)
         self.sampler = EpochSampler(lengths, settings.batch_size, settings.seed)
         self.steps_per_epoch = max(1, self.sampler.batches_per_epoch // settings.accumulation)
@@ -67,13 +70,14 @@ class Trainer:
         log = MetricLog(self.settings.out, self.step) if self.ranks.is_main else None
         with progress(self.total_steps, "train", "step", initial=self.step) as bar, log or nullcontext():
             try:
-                while self.step < self.total_steps and not self.ranks.total(self.stop_requested):
+                while self.step < self.total_steps and not self.ended():
                     started = time.perf_counter()
                     batches = self.load_step(self.step)
                     waited = time.perf_counter() - started
                     sums = self.train_step(batches)
                     sums.add_time(time.perf_counter() - started, waited)
                     sums.reduce(self.ranks)
+                    self.select(sums)
                     if log is not None:
                         log.add(self.step, sums, flush=self.step % self.settings.log_every == 0)
                         bar.set_postfix_str(log.headline, refresh=False)
@@ -84,6 +88,30 @@ class Trainer:
             finally:
                 self.save()
                 self.states.finish()
+
+    def ended(self) -> bool:
+        """Whether the run is to stop before its last step: it was asked to, or nothing gets better."""
+        held_out = self.settings.held_out
+        exhausted = held_out is not None and self.best.exhausted(held_out.patience)
+        if exhausted:
+            _log.info("no better checkpoint since step %d: stopping at step %d", self.best.step, self.step)
+        return bool(self.ranks.total(self.stop_requested or exhausted))
+
+    def select(self, sums: MetricSums) -> None:
+        """Where a measurement is due, measure the present drafter on held-out prompts; keep it if it is the best."""
+        held_out = self.settings.held_out
+        if held_out is None or self.measure is None:
+            return
+        if self.step % held_out.every and self.step != self.total_steps:
+            return
+        self.export_last()
+        last, accepted_length = self.settings.out / "last", 0.0
+        if self.ranks.is_main:
+            accepted_length = self.measure(last)
+        accepted_length = self.ranks.total(accepted_length)
+        if self.best.record(self.step, accepted_length) and self.ranks.is_main:
+            keep(last, self.settings.out / "best")
+        sums.set(accepted_length=accepted_length, best_accepted_length=self.best.accepted_length)
 
     def load_step(self, step: int) -> list[TrainBatch]:
         """This process's micro-batches of optimizer step `step`: a pure function of the seed and the step."""
@@ -132,8 +160,13 @@ class Trainer:
             "total_steps": self.total_steps,
             "settings": self.settings.identity(),
             "draft_vocabulary": _digest(self.drafter.token_ids),
+            "best": self.best.as_dict(),
         }
         self.states.save(self.step, self._tensors(), run)
+        self.export_last()
+
+    def export_last(self) -> None:
+        """Write the present drafter as a servable checkpoint."""
         with self.ranks.whole(self.module):
             if self.ranks.is_main:
                 self.export(self.drafter, self.settings.out / "last")
@@ -163,7 +196,7 @@ class Trainer:
             optim_state_dict=tensors["optimizer"],
         )
         self.drafter.backbone.feature_scale.copy_(tensors["feature_scale"])
-        self.step = run["step"]
+        self.step, self.best = run["step"], Best(**run["best"])
         _log.info("resuming at step %d of %d", self.step, self.total_steps)
 
     def _tensors(self) -> dict[str, Any]:
