@@ -19,6 +19,8 @@ from dspark.engine.request import Completion
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder
 from dspark.models.weights import save_decoder
+from dspark.stages import plan_training
+from dspark.training.config import TrainSettings
 
 SPECIALS = ("<|end|>", "<|mask|>", "<|user|>", "<|assistant|>", "<unk>")
 TEMPLATE = (
@@ -95,8 +97,16 @@ def test_the_whole_path(
         'num_anchors = 8\nmax_steps = 4\ncompute_dtype = "float32"\n'
         "[drafter]\nnum_hidden_layers = 1\nblock_size = 3\nmask_token_id = 1\nmarkov_rank = 4\ndraft_vocab_size = 16\n",
     )
-    for arguments in (("regenerate", regenerate), ("cache", cache), ("train", train), ("train", train, "save_every=2")):
+    for arguments in (("regenerate", regenerate), ("cache", cache)):
         assert run(monkeypatch, *arguments) == 0
+    check_plan(monkeypatch, capsys, tmp_path, train)
+    for arguments in (("train", train), ("train", train, "save_every=2")):
+        assert run(monkeypatch, *arguments) == 0
+    state = next((tmp_path / "run" / "states").glob("step-*"))
+    expected = plan_training(TrainSettings.from_toml(train))
+    stored = sum(path.stat().st_size for path in state.glob("*.distcp"))
+    assert expected.state_bytes < stored < expected.state_bytes + 200_000  # names and archive headers
+    assert (tmp_path / "run" / "last" / "model.safetensors").stat().st_size > expected.drafter_bytes
     capsys.readouterr()
     common = ["--target", str(target), "--dtype", "float32", "--max-tokens", "20", "--json"]
     texts = []
@@ -121,6 +131,24 @@ BAD = [
     (["train", "RECIPE"], "manifest.json"),
     (["cache", "RECIPE"], "conversations: missing"),
 ]
+
+
+def check_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], directory: Path, recipe: str
+) -> None:
+    """A dry run tells the run's size and leaves nothing behind; so does one whose cache is not there yet."""
+    monkeypatch.setenv("COLUMNS", "400")
+    capsys.readouterr()
+    before = sorted(directory.rglob("*"))
+    assert run(monkeypatch, "train", recipe, "--dry-run") == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["steps"].strip() == "4"
+    samples = json.loads((directory / "features" / "manifest.json").read_text())["num_samples"]
+    assert lines["data"].startswith(f"{samples} samples")
+    assert run(monkeypatch, "train", recipe, f'cache=["{directory}/none"]', "--dry-run") == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["data"].strip() == "known when the cache is built"
+    assert sorted(directory.rglob("*")) == before
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD)

@@ -92,12 +92,23 @@ def cache(recipe: Recipe, overrides: Overrides = ()) -> None:
     run(settings)
 
 
-def train(recipe: Recipe, overrides: Overrides = ()) -> None:
-    """Train a drafter on cached features; resumes where it stopped.
+def train(recipe: Recipe, overrides: Overrides = (), dry_run: bool = False) -> None:
+    """Train a drafter on cached features; resumes where it stopped. Under torchrun, on many processes.
 
     Example: dspark train recipes/train-smollm2-135m.toml out=runs/first max_steps=200
+
+    Args:
+        recipe: TOML file of settings.
+        overrides: Settings that replace the recipe's, as key=value.
+        dry_run: Only print sizes, memory, disk, steps, and what would be read and written.
     """
     settings = load_recipe(TrainSettings, recipe, overrides)
+    if dry_run:
+        from dspark.console.plan import show_plan
+        from dspark.stages import plan_training
+
+        show_plan(plan_training(settings))
+        return
     from dspark.stages import train as run
 
     run(settings)

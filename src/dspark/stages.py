@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ from dspark.training.batch import TrainSample
 from dspark.training.build import adapt_scale, drafter_config, freeze, new_drafter, warm_start
 from dspark.training.config import HeldOut, TrainSettings
 from dspark.training.parallel import join_ranks
+from dspark.training.plan import TrainPlan, plan
 from dspark.training.trainer import Trainer
 
 _log = get_logger(__name__)
@@ -114,6 +116,15 @@ def train(settings: TrainSettings) -> None:
         with graceful_stop(trainer):
             trainer.run()
     _log.info("drafter written to %s", settings.out / "last")
+
+
+def plan_training(settings: TrainSettings) -> TrainPlan:
+    """What `train` would take and touch; nothing is written, no weights are read. The caches need not be there yet."""
+    taps, lengths = settings.drafter.target_layer_ids, None
+    if all((path / "manifest.json").is_file() for path in settings.cache):
+        samples = JoinedCaches(settings.cache)
+        taps, lengths = samples.target_layer_ids, samples.lengths()
+    return plan(settings, lengths, taps, int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def build_drafter(settings: TrainSettings, target: Target, samples: JoinedCaches) -> Drafter:
