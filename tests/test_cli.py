@@ -102,6 +102,7 @@ def test_the_whole_path(
     check_plan(monkeypatch, capsys, tmp_path, train)
     for arguments in (("train", train), ("train", train, "save_every=2")):
         assert run(monkeypatch, *arguments) == 0
+        assert "4 of 4" in capsys.readouterr().out
     state = next((tmp_path / "run" / "states").glob("step-*"))
     expected = plan_training(TrainSettings.from_toml(train))
     stored = sum(path.stat().st_size for path in state.glob("*.distcp"))

@@ -103,15 +103,18 @@ def train(recipe: Recipe, overrides: Overrides = (), dry_run: bool = False) -> N
         dry_run: Only print sizes, memory, disk, steps, and what would be read and written.
     """
     settings = load_recipe(TrainSettings, recipe, overrides)
+    from dspark.console import tables
+
     if dry_run:
-        from dspark.console.plan import show_plan
         from dspark.stages import plan_training
 
-        show_plan(plan_training(settings))
+        tables.show(tables.plan_rows(plan_training(settings)))
         return
     from dspark.stages import train as run
 
-    run(settings)
+    report = run(settings)
+    if report is not None:
+        tables.show(tables.report_rows(report))
 
 
 def show(options: Annotated[ShowOptions, tyro.conf.arg(name="")]) -> None:

@@ -37,7 +37,7 @@ from dspark.training.build import adapt_scale, drafter_config, freeze, new_draft
 from dspark.training.config import HeldOut, TrainSettings
 from dspark.training.parallel import join_ranks
 from dspark.training.plan import TrainPlan, plan
-from dspark.training.trainer import Trainer
+from dspark.training.trainer import Trainer, TrainReport
 
 _log = get_logger(__name__)
 
@@ -99,8 +99,8 @@ def build_cache(settings: CacheSettings) -> None:
     build.build_cache(target, rows, settings)
 
 
-def train(settings: TrainSettings) -> None:
-    """Train a drafter on cached features; resumes the run found in `settings.out`."""
+def train(settings: TrainSettings) -> TrainReport | None:
+    """Train a drafter on cached features; resumes the run found in `settings.out`. None on all but the main process."""
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     samples = JoinedCaches(settings.cache)
@@ -114,8 +114,8 @@ def train(settings: TrainSettings) -> None:
         measure = None if settings.held_out is None else acceptance_probe(settings.held_out, target)
         trainer = Trainer(settings, target.decoder, drafter, samples, samples.lengths(), export, ranks, measure)
         with graceful_stop(trainer):
-            trainer.run()
-    _log.info("drafter written to %s", settings.out / "last")
+            report = trainer.run()
+        return report if ranks.is_main else None
 
 
 def plan_training(settings: TrainSettings) -> TrainPlan:

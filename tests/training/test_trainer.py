@@ -1,5 +1,6 @@
 """The training loop: it learns, and a run that was cut off goes on as if it had not been."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,3 +130,17 @@ def test_a_gemma4_target_gets_the_layers_of_the_public_drafters(target: Decoder)
     assert drafter.attention_k_eq_v
     assert drafter.final_logit_softcapping == 30.0
     assert drafter_config(DrafterShape(mask_token_id=1), target, TAPS).layer_style == "qwen3"
+
+
+def test_a_tracker_that_is_not_installed_is_named(make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="wandb_project is set, but wandb is not installed: pip install wandb"):
+        make_trainer(wandb_project="drafters").run()
+
+
+def test_metrics_tell_memory_and_waiting(make_trainer: MakeTrainer) -> None:
+    report = make_trainer(max_steps=2).run()
+    assert report.step == report.total_steps == 2
+    assert 0.05 < report.figures["memory_gib"] < 64
+    assert 0 <= report.figures["data_wait_share"] < 1
+    assert {"loss", "tau", "accept/1", "confidence_bias", "tokens_per_second"} <= report.figures.keys()

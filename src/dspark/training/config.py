@@ -101,10 +101,14 @@ class TrainSettings(Settings):
     save_every: int = Field(200, gt=0)
     """Optimizer steps between checkpoints."""
     log_every: int = Field(10, gt=0)
+    wandb_project: str | None = None
+    """Log to this Weights & Biases project as well; needs wandb."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int | None = None
     """CPU threads; None: torch's default."""
 
     def identity(self) -> str:
         """A digest of what decides the losses; runs with the same one may continue each other."""
-        return self.replace(out=Path(), cache=(), save_every=1, log_every=1, num_threads=None, device="auto").digest()
+        return self.replace(
+            out=Path(), cache=(), save_every=1, log_every=1, num_threads=None, device="auto", wandb_project=None
+        ).digest()

@@ -6,13 +6,15 @@ import json
 import math
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+from dspark.errors import ConfigError
 from dspark.files import atomic_path
 from dspark.training.batch import TrainBatch
+from dspark.training.config import TrainSettings
 from dspark.training.parallel import Ranks
 
 
@@ -68,14 +70,20 @@ class MetricSums:
 
 
 class MetricLog:
-    """Appends averaged metrics to `metrics.jsonl` and TensorBoard under `output`."""
+    """Appends averaged metrics to `metrics.jsonl` and TensorBoard under `settings.out`, and to Weights & Biases.
 
-    def __init__(self, output: Path, step: int) -> None:
+    Raises ConfigError when `wandb_project` is set and wandb is not installed.
+    """
+
+    def __init__(self, settings: TrainSettings, step: int) -> None:
+        output = settings.out
         output.mkdir(parents=True, exist_ok=True)
         self.path = output / "metrics.jsonl"
         _drop_from(self.path, step)
         self.board = SummaryWriter(str(output / "tensorboard"), purge_step=step)
+        self.tracker = None if settings.wandb_project is None else _wandb(settings)
         self.pending = MetricSums()
+        self.latest: dict[str, float] = {}
         self.headline = ""
 
     def add(self, step: int, sums: MetricSums, flush: bool) -> None:
@@ -88,6 +96,9 @@ class MetricLog:
             file.write(json.dumps({"step": step} | results) + "\n")
         for name, value in results.items():
             self.board.add_scalar(name, value, step)
+        if self.tracker is not None:
+            self.tracker.log(results, step=step)
+        self.latest = results
         self.headline = f"loss {results['loss']:.3f}, tau {results.get('tau', math.nan):.2f}"
         self.pending = MetricSums()
 
@@ -98,6 +109,22 @@ class MetricLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.board.close()
+        if self.tracker is not None:
+            self.tracker.finish()
+
+
+def _wandb(settings: TrainSettings) -> Any:
+    """A Weights & Biases run under the output's own name, which a resumed run continues."""
+    try:
+        import wandb  # type: ignore[import-not-found]
+    except ImportError:
+        raise ConfigError(
+            "wandb_project is set, but wandb is not installed: pip install wandb, or leave the setting out"
+        ) from None
+    name = settings.out.resolve().name
+    return wandb.init(
+        project=settings.wandb_project, name=name, id=f"{name}-{settings.identity()}", resume="allow", dir=settings.out
+    )
 
 
 def _drop_from(path: Path, step: int) -> None:

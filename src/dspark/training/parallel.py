@@ -7,6 +7,8 @@ sharded (FSDP2); which samples a step sees depends on neither the rank nor the n
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,6 +100,13 @@ class Ranks:
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:
     """A tensor that may be sharded or partly summed, whole."""
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes this process has held so far: on the accelerator, or on the CPU all that was resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @contextmanager

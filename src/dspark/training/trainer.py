@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,23 @@ from dspark.training.config import TrainSettings
 from dspark.training.metrics import MetricLog, MetricSums
 from dspark.training.objective import TrainStep
 from dspark.training.optim import build_optimizer, learning_rate
-from dspark.training.parallel import Ranks, whole_tensor
+from dspark.training.parallel import Ranks, peak_memory, whole_tensor
 from dspark.training.sampler import EpochSampler
 from dspark.training.selection import Best, keep
 
 _log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """How a run stands when it returns: the figures last logged, the best measurement, where things are."""
+
+    step: int
+    total_steps: int
+    seconds: float
+    figures: dict[str, float]
+    best: Best
+    out: Path
 
 
 class Trainer:
@@ -64,10 +77,11 @@ class Trainer:
         self.step = 0
         self.stop_requested = False
 
-    def run(self) -> None:
+    def run(self) -> TrainReport:
         """Train to the last step, saving on the way, at the end, and when interrupted."""
         self.resume()
-        log = MetricLog(self.settings.out, self.step) if self.ranks.is_main else None
+        began = time.perf_counter()
+        log = MetricLog(self.settings, self.step) if self.ranks.is_main else None
         with progress(self.total_steps, "train", "step", initial=self.step) as bar, log or nullcontext():
             try:
                 while self.step < self.total_steps and not self.ended():
@@ -88,6 +102,9 @@ class Trainer:
             finally:
                 self.save()
                 self.states.finish()
+        figures = {} if log is None else log.latest
+        seconds = time.perf_counter() - began
+        return TrainReport(self.step, self.total_steps, seconds, figures, self.best, self.settings.out)
 
     def ended(self) -> bool:
         """Whether the run is to stop before its last step: it was asked to, or nothing gets better."""
@@ -149,7 +166,7 @@ class Trainer:
             )
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        sums.set(learning_rate=rate, grad_norm=float(norm))
+        sums.set(learning_rate=rate, grad_norm=float(norm), memory_gib=peak_memory(device) / 2**30)
         self.step += 1
         return sums
 

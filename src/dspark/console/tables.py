@@ -1,21 +1,22 @@
-"""`dspark train --dry-run`: what a run would take and touch, as a table."""
+"""What `dspark train` prints on stdout: with --dry-run what a run would take and touch, at its end what came of it."""
 
 from rich.console import Console
 from rich.table import Table
 
 from dspark.training.plan import TrainPlan
+from dspark.training.trainer import TrainReport
 
 
-def show_plan(plan: TrainPlan) -> None:
-    """Print the plan of a training run to stdout."""
+def show(rows: list[tuple[str, str]]) -> None:
+    """Print names and values as a table."""
     table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in rows(plan):
+    for name, value in rows:
         table.add_row(name, value)
     Console(highlight=False).print(table)
 
 
-def rows(p: TrainPlan) -> list[tuple[str, str]]:
-    """Name and value of each line."""
+def plan_rows(p: TrainPlan) -> list[tuple[str, str]]:
+    """What a run would take."""
     unknown = "known when the cache is built"
     return [
         ("target", f"{count(p.target_parameters)} parameters, held in float32"),
@@ -35,6 +36,18 @@ def rows(p: TrainPlan) -> list[tuple[str, str]]:
             ", ".join(map(str, (*p.writes, p.writes[0].parent / "states", p.writes[0].parent / "metrics.jsonl"))),
         ),
     ]
+
+
+def report_rows(r: TrainReport) -> list[tuple[str, str]]:
+    """What came of a run; figures are averages over its last logged steps."""
+    rows = [("steps", f"{r.step:,} of {r.total_steps:,}, {r.seconds / 60:.1f} minutes this time")]
+    for key, name in (("loss", "loss"), ("tau", "tau, teacher-forced"), ("tokens_per_second", "tokens/s")):
+        if key in r.figures:
+            rows.append((name, f"{r.figures[key]:.3g}"))
+    if r.best.step:
+        rows.append(("accepted length", f"{r.best.accepted_length:.3f} at step {r.best.step} (best/)"))
+    rows.append(("drafter", str(r.out / ("best" if r.best.step else "last"))))
+    return rows
 
 
 def count(number: int) -> str:
