@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dspark.cache.build import build_cache
-from dspark.cache.capture import Capture
+from dspark.cache.capture import Capture, DecoderStates
 from dspark.cache.check import check_samples, check_states
 from dspark.cache.config import CacheSettings
 from dspark.cache.reader import CacheReader
@@ -162,12 +162,12 @@ def test_settings_the_target_cannot_serve(target: Target, tmp_path: Path) -> Non
 
 def test_wrong_states_are_refused(target: Target) -> None:
     """What a faulty capture gives: zeros, NaN, another row's states, another layer, a normalised last state."""
-    capture = Capture(target.decoder, TAPS, log_normalizer=False)
+    capture = Capture(DecoderStates(target.decoder), TAPS, log_normalizer=False)
     samples = capture([(i, row.token_ids, row.loss_mask) for i, row in enumerate(make_rows(8))])
     assert check_samples(samples, capture) == 1.0
     one, other = samples[:2]
     length = min(len(one.token_ids), len(other.token_ids))
-    one, other = (s._replace(**{k: getattr(s, k)[:length] for k in s._fields[1:-1]}) for s in (one, other))
+    one, other = (s._replace(**{k: getattr(s, k)[:length] for k in s._fields[1:-2]}) for s in (one, other))
     with pytest.raises(CacheError, match="not finite"):
         check_states(one._replace(last_hidden=torch.full_like(one.last_hidden, float("nan"))))
     with pytest.raises(CacheError, match="features are all zero"):

@@ -12,7 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark.cache.format import INDEX_NAME, Layout, Manifest, Sample, estimate_bytes
+from dspark.cache.estimate import part_bytes
+from dspark.cache.format import (
+    HAS_LOG_NORMALIZER,
+    INDEX_NAME,
+    QUANTISED,
+    HiddenDtype,
+    Layout,
+    Manifest,
+    Sample,
+    sample_flags,
+)
 from dspark.cache.reader import CacheReader
 from dspark.cache.writer import CacheWriter
 from dspark.errors import CacheError
@@ -44,8 +54,8 @@ def make_sample(sample_id: int, seq_len: int | None = None, log_normalizer: bool
 
 
 def assert_same(found: Sample, expected: Sample) -> None:
-    assert found.sample_id == expected.sample_id
-    for name in Sample._fields[1:]:
+    assert (found.sample_id, found.post_norm) == (expected.sample_id, expected.post_norm)
+    for name in Sample._fields[1:-1]:
         one, other = getattr(found, name), getattr(expected, name)
         if other is None:
             assert one is None
@@ -54,8 +64,8 @@ def assert_same(found: Sample, expected: Sample) -> None:
             assert torch.equal(one, other), name
 
 
-def write_cache(path: Path, ids: list[int], shard_bytes: int = 700) -> Manifest:
-    with CacheWriter(path, IDENTITY, shard_bytes) as writer:
+def write_cache(path: Path, ids: list[int], shard_bytes: int = 700, hidden_dtype: HiddenDtype = "bfloat16") -> Manifest:
+    with CacheWriter(path, IDENTITY.model_copy(update={"hidden_dtype": hidden_dtype}), shard_bytes) as writer:
         for sample_id in ids:
             writer.write(make_sample(sample_id))
         return writer.finish()
@@ -134,8 +144,10 @@ def test_version_2_is_read(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     reader = CacheReader(tmp_path)
     assert reader.manifest.last_hidden == "post_norm"
-    for found, expected in zip(reader, samples, strict=True):
-        assert_same(found, expected)
+    for i, (found, expected) in enumerate(zip(reader, samples, strict=True)):
+        assert_same(found, expected._replace(post_norm=True))
+        assert torch.equal(reader.row(i).token_ids, expected.token_ids)
+        assert torch.equal(reader.row(i).loss_mask, expected.loss_mask)
 
 
 def test_reading_does_not_copy_and_writing_does_not_reach_the_file(tmp_path: Path) -> None:
@@ -253,19 +265,71 @@ def test_a_file_in_the_way(tmp_path: Path) -> None:
         CacheWriter(tmp_path / "cache", IDENTITY)
 
 
-@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 9), st.booleans())
-def test_layout_has_no_overlap(seq_len: int, num_layers: int, hidden_size: int, log_normalizer: bool) -> None:
-    layout = Layout.of(seq_len, num_layers, hidden_size, log_normalizer)
-    sizes = [4 * seq_len, seq_len, seq_len, 2 * seq_len * num_layers * hidden_size, 2 * seq_len * hidden_size]
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 9), st.integers(0, 3))
+def test_layout_has_no_overlap(seq_len: int, num_layers: int, hidden_size: int, flags: int) -> None:
+    layout = Layout.of(seq_len, num_layers, hidden_size, flags)
+    one = 1 if flags & QUANTISED else 2
+    sizes = [4 * seq_len, seq_len, seq_len, one * seq_len * num_layers * hidden_size, one * seq_len * hidden_size]
     ends = [start + size for start, size in zip(layout.starts, sizes, strict=True)]
     assert [0, *ends[:-1]] == list(layout.starts)
-    assert layout.log_normalizer % 4 == 0
-    assert layout.end == (layout.log_normalizer + 4 * seq_len if log_normalizer else ends[-1])
+    assert layout.scales % 4 == layout.log_normalizer % 4 == 0
+    assert layout.scales >= ends[-1]
+    states_end = layout.scales + 4 * seq_len * (num_layers + 1) if flags & QUANTISED else ends[-1]
+    assert 0 <= layout.log_normalizer - states_end < 4
+    assert layout.end == (layout.log_normalizer + 4 * seq_len if flags & HAS_LOG_NORMALIZER else states_end)
 
 
-def test_estimate(tmp_path: Path) -> None:
-    write_cache(tmp_path, list(range(6)), shard_bytes=1 << 20)
-    lengths = CacheReader(tmp_path).seq_lens.tolist()
+@pytest.mark.parametrize("hidden_dtype", ["bfloat16", "int8"])
+def test_the_bytes_that_are_estimated_are_written(tmp_path: Path, hidden_dtype: HiddenDtype) -> None:
+    write_cache(tmp_path, list(range(6)), shard_bytes=1 << 20, hidden_dtype=hidden_dtype)
+    lengths = CacheReader(tmp_path).seq_lens.astype(np.int64)
     size = sum((tmp_path / name).stat().st_size for name in (INDEX_NAME, "shard-00000.bin"))
-    assert 0 <= estimate_bytes(lengths, NUM_LAYERS, HIDDEN) - size < 64
-    assert np.all(np.array(lengths) > 0)
+    parts = part_bytes(lengths, NUM_LAYERS, HIDDEN, sample_flags(hidden_dtype, log_normalizer=True))
+    assert 0 <= sum(parts.values()) - size < 64
+    assert parts["index"] == 6 * 64
+    assert ("scales" in parts) == (hidden_dtype == "int8")
+
+
+def test_int8_states_come_back_within_half_a_step(tmp_path: Path) -> None:
+    """Each token and layer by its own largest value, however far apart those lie; a row of zeros stays one."""
+    sample = make_sample(3, seq_len=40)
+    sample = sample._replace(features=sample.features * torch.logspace(-3, 3, 40).bfloat16()[:, None, None])
+    sample.features[5, 1] = 0
+    with CacheWriter(tmp_path, IDENTITY.model_copy(update={"hidden_dtype": "int8"})) as writer:
+        writer.write(sample)
+        assert writer.finish().hidden_dtype == "int8"
+    found = CacheReader(tmp_path)[0]
+    assert_same(found._replace(features=sample.features, last_hidden=sample.last_hidden), sample)
+    for stored, states in ((found.features, sample.features), (found.last_hidden, sample.last_hidden)):
+        assert stored.dtype == torch.bfloat16
+        largest = states.float().abs().amax(dim=-1, keepdim=True)
+        error = (stored.float() - states.float()).abs()
+        assert bool((error <= largest / 254 + largest * 2**-8).all())
+        assert float(error.max() / largest.max()) > 1e-4, "something was rounded"
+    assert not found.features[5, 1].any()
+
+
+def test_int8_takes_at_most_52_percent(tmp_path: Path) -> None:
+    """Scales and tokens counted, at the sizes of the built-in target."""
+    lengths = np.array([17, 300, 768])
+    wide, narrow = (
+        sum(part_bytes(lengths, 5, 576, sample_flags(dtype, log_normalizer=True)).values())
+        for dtype in ("bfloat16", "int8")
+    )
+    assert narrow <= 0.52 * wide
+
+
+def test_a_killed_int8_build_continues(tmp_path: Path) -> None:
+    identity = IDENTITY.model_copy(update={"hidden_dtype": "int8"})
+    with CacheWriter(tmp_path, identity) as writer:
+        for sample_id in range(4):
+            writer.write(make_sample(sample_id))
+    shard = tmp_path / "shard-00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-3])
+    with CacheWriter(tmp_path, identity) as writer:
+        assert writer.sample_ids == [0, 1, 2]
+        writer.write(make_sample(3))
+        assert writer.finish().num_samples == 4
+    assert len(list(CacheReader(tmp_path))) == 4
+    with pytest.raises(CacheError, match="another hidden_dtype"):
+        CacheWriter(tmp_path, IDENTITY)

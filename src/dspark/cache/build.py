@@ -4,18 +4,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
-from dspark.cache.capture import Capture
+from dspark.cache.capture import Capture, DecoderStates, NumberedRow, batches
 from dspark.cache.check import check_samples, check_states
 from dspark.cache.config import CacheSettings
-from dspark.cache.format import Manifest
+from dspark.cache.format import HiddenDtype, Manifest
 from dspark.cache.writer import CacheWriter
 from dspark.errors import CacheError, ConfigError
 from dspark.log import get_logger, progress
 from dspark.models.target import Target
 
 _log = get_logger(__name__)
-
-_NumberedRow = tuple[int, Sequence[int], Sequence[int]]  # sample id, token ids, loss mask
 
 
 class CacheRow(Protocol):
@@ -39,14 +37,14 @@ def build_cache(
     something else, a row differs from the one written under its number, there are no rows, or the written states are
     not the target's.
     """
-    capture = Capture(target.decoder, settings.target_layer_ids, settings.log_normalizer)
-    with CacheWriter(settings.out, _identity(target, settings), settings.shard_bytes) as writer:
+    capture = Capture(DecoderStates(target.decoder), settings.target_layer_ids, settings.log_normalizer)
+    with CacheWriter(settings.out, cache_identity(target, settings), settings.shard_bytes) as writer:
         checked = False
         with progress(total, "cache", "row") as bar:
             for window in _windows(rows, settings.window):
                 new = [row for row in window if not _is_written(writer, row)]
                 bar.update(len(window) - len(new))
-                for batch in _batches(new, settings.batch_tokens):
+                for batch in batches(new, settings.batch_tokens):
                     for sample in capture(batch):
                         check_states(sample)
                         writer.write(sample)
@@ -62,18 +60,29 @@ def build_cache(
     return manifest
 
 
-def _identity(target: Target, settings: CacheSettings) -> Manifest:
-    """What the cache is of. Raises `ConfigError` for what the target cannot do."""
+def cache_identity(target: Target, settings: CacheSettings) -> Manifest:
+    """What the cache is of: its manifest without counts. Raises `ConfigError` for what the target cannot do."""
+    check_capture(target, settings.target_layer_ids, settings.max_length)
+    return states_of(target, settings.target_layer_ids, settings.hidden_dtype)
+
+
+def check_capture(target: Target, target_layer_ids: tuple[int, ...], max_length: int) -> None:
+    """Raise `ConfigError` for layers or lengths that the target does not have."""
     num_layers, limit = target.config.num_hidden_layers, target.config.max_position_embeddings
-    if settings.max_length > limit:
-        raise ConfigError(f"max_length: {settings.max_length} is beyond the {limit} positions of {target.name}")
-    if bad := [i for i in settings.target_layer_ids if not -1 <= i < num_layers - 1]:
+    if max_length > limit:
+        raise ConfigError(f"max_length: {max_length} is beyond the {limit} positions of {target.name}")
+    if bad := [i for i in target_layer_ids if not -1 <= i < num_layers - 1]:
         raise ConfigError(
             f"target_layer_ids: {bad[0]} is outside -1..{num_layers - 2} of {target.name}, whose layers count from 0 "
             "(the last one cannot be tapped)"
         )
+
+
+def states_of(target: Target, target_layer_ids: tuple[int, ...], hidden_dtype: HiddenDtype) -> Manifest:
+    """The manifest, without counts, of a cache of the target's states."""
     return Manifest(
-        target_layer_ids=settings.target_layer_ids,
+        target_layer_ids=target_layer_ids,
+        hidden_dtype=hidden_dtype,
         hidden_size=target.config.hidden_size,
         target_model_name_or_path=target.name,
         tokenizer_digest=target.tokenizer_digest,
@@ -83,13 +92,13 @@ def _identity(target: Target, settings: CacheSettings) -> Manifest:
     )
 
 
-def _windows(rows: Iterable[CacheRow], size: int) -> Iterator[list[_NumberedRow]]:
+def _windows(rows: Iterable[CacheRow], size: int) -> Iterator[list[NumberedRow]]:
     numbered = ((number, row.token_ids, row.loss_mask) for number, row in enumerate(rows))
     while window := list(islice(numbered, size)):
         yield window
 
 
-def _is_written(writer: CacheWriter, row: _NumberedRow) -> bool:
+def _is_written(writer: CacheWriter, row: NumberedRow) -> bool:
     number, token_ids, loss_mask = row
     if number not in writer:
         return False
@@ -100,18 +109,6 @@ def _is_written(writer: CacheWriter, row: _NumberedRow) -> bool:
             "order, new ones at the end, or choose another directory"
         )
     return True
-
-
-def _batches(rows: list[_NumberedRow], batch_tokens: int) -> Iterator[list[_NumberedRow]]:
-    """Group rows of about one length, longest first, so that padding included a batch has at most `batch_tokens`."""
-    batch: list[_NumberedRow] = []
-    for row in sorted(rows, key=lambda row: len(row[1]), reverse=True):
-        if batch and (len(batch) + 1) * len(batch[0][1]) > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch
 
 
 def _check(writer: CacheWriter, sample_ids: list[int], capture: Capture, count: int) -> float:

@@ -12,6 +12,7 @@ from dspark.errors import CacheError
 MIN_AGREEMENT = 0.98  # share of positions whose argmax must be the target's
 _MAX_POSITIONS = 64  # of one sample
 _TIE = 0.05  # standard deviations of a row of logits: closer than this, bfloat16 may order two words either way
+_MAX_FOREIGN_ERROR = 0.25  # the same for caches built elsewhere, perhaps with bfloat16 arithmetic
 _MAX_ERROR = 0.1  # relative error of a layer's states, median over tokens: rounding and batching stay far below
 
 
@@ -33,12 +34,11 @@ def check_samples(samples: Iterable[Sample], capture: Capture) -> float:
     agreed, compared = 0, 0
     for sample in samples:
         (own,) = capture([(sample.sample_id, sample.token_ids.tolist(), sample.loss_mask.tolist())])
-        error = _relative_error(sample.features, own.features)  # [S, m]
+        error = relative_error(sample.features, own.features)  # [S, m]
         if float(error.median(dim=0).values.max()) > _MAX_ERROR:
             raise CacheError(f"sample {sample.sample_id}: the stored features are not those of its tokens")
         positions = supervised_next(sample.loss_mask)[:_MAX_POSITIONS]
-        stored, truth = capture.logits(sample.last_hidden[positions]), capture.logits(own.last_hidden[positions])
-        agreed += int(_same_choice(stored, truth).sum())
+        agreed += int(same_choice(capture, sample.last_hidden[positions], own.last_hidden[positions]).sum())
         compared += len(positions)
     if agreed < MIN_AGREEMENT * compared:
         raise CacheError(
@@ -48,7 +48,7 @@ def check_samples(samples: Iterable[Sample], capture: Capture) -> float:
     return agreed / compared if compared else 1.0
 
 
-def _relative_error(stored: Tensor, truth: Tensor) -> Tensor:
+def relative_error(stored: Tensor, truth: Tensor) -> Tensor:
     """|stored - truth| / |truth| of each state: [..., H] -> [...]."""
     stored, truth = stored.float(), truth.float()
     size = torch.linalg.vector_norm(truth, dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
@@ -56,7 +56,25 @@ def _relative_error(stored: Tensor, truth: Tensor) -> Tensor:
     return error
 
 
-def _same_choice(stored: Tensor, truth: Tensor) -> Tensor:
-    """Whether both rows of logits [N, V] have the same best word, near ties counted: bool [N]."""
-    chosen = truth.gather(1, stored.argmax(dim=1, keepdim=True)).squeeze(1)
+def same_choice(capture: Capture, stored: Tensor, own: Tensor) -> Tensor:
+    """Whether states [N, H] before the final norm lead to the same best word as the target's, near ties counted."""
+    found, truth = capture.logits(stored), capture.logits(own)
+    chosen = truth.gather(1, found.argmax(dim=1, keepdim=True)).squeeze(1)
     return truth.amax(dim=1) - chosen <= _TIE * truth.std(dim=1)
+
+
+def check_foreign(sample: Sample, capture: Capture, where: str) -> None:
+    """Refuse a cache built elsewhere whose states are not this target's, as its first sample shows.
+
+    Raises `CacheError`, which opens with `where`.
+    """
+    (own,) = capture([(sample.sample_id, sample.token_ids.tolist(), sample.loss_mask.tolist())])
+    last = capture.normed(own.last_hidden) if sample.post_norm else own.last_hidden
+    pairs = (("features", sample.features, own.features), ("last_hidden", sample.last_hidden[:, None], last[:, None]))
+    for name, stored, truth in pairs:
+        error = float(relative_error(stored, truth).median(dim=0).values.max())
+        if error > _MAX_FOREIGN_ERROR:
+            raise CacheError(
+                f"{where}: the {name} of its first sample are not this target's (relative error {error:.2f}): "
+                "name the target that it was built with, and its layers counted from 0"
+            )

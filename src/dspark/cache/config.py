@@ -14,7 +14,7 @@ class CacheSettings(Settings):
     target: str = "smollm2-135m"
     """Built-in name, directory, GGUF file or hub id."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """The target's weights and arithmetic; features are stored in bfloat16 either way."""
+    """The target's weights and arithmetic, whatever `hidden_dtype` is."""
     conversations: tuple[Path, ...] = Field(min_length=1)
     """JSON-lines files; rows hold messages, conversations or turns."""
     out: Path
@@ -25,6 +25,8 @@ class CacheSettings(Settings):
     """Tokens kept of a conversation."""
     limit: int | None = Field(None, ge=1)
     """Use the first so many conversations; None: all."""
+    hidden_dtype: Literal["bfloat16", "int8"] = "bfloat16"
+    """How states are stored; int8, with a scale for each token and layer, halves the bytes."""
     log_normalizer: bool = True
     """Store the logsumexp of the target's logits, which the trainer needs for a reduced draft vocabulary."""
     batch_tokens: int = Field(4096, ge=1)

@@ -2,13 +2,13 @@
 
 A directory holds `manifest.json`, written last; `samples.idx`, one little-endian record a sample; and the shards
 `shard-NNNNN.bin`. A record says where the arrays of a sample begin in its shard. A version 3 sample begins at a
-multiple of 64 bytes, its arrays follow one another, and its checksum covers all of them.
+multiple of 64 bytes, its arrays follow one another, and its checksum covers all of them. States are bfloat16, or int8
+with a float32 scale for each token and layer (`quantise.py`).
 
 Shapes: S tokens, m tapped layers, H hidden size.
 """
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
@@ -19,13 +19,16 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from torch import Tensor
 
+from dspark.cache.quantise import quantise
 from dspark.errors import CacheError
 from dspark.files import atomic_path
+
+HiddenDtype = Literal["bfloat16", "int8"]
 
 MANIFEST_NAME = "manifest.json"
 INDEX_NAME = "samples.idx"
 SAMPLE_ALIGNMENT = 64  # bytes
-HAS_LOG_NORMALIZER = 1  # bit of the record's flags
+HAS_LOG_NORMALIZER, QUANTISED = 1, 2  # bits of the record's flags
 
 OFFSETS = ("input_ids", "attention_mask", "loss_mask", "target_hidden_states", "target_last_hidden_states")
 _FIELDS_V2 = [("sample_id", "<u8"), ("shard_id", "<u4"), ("seq_len", "<u4"), *((name, "<u8") for name in OFFSETS)]
@@ -36,9 +39,9 @@ RECORD_V3 = np.dtype([*_FIELDS_V2, ("crc32c", "<u4"), ("flags", "<u4")])
 class Sample(NamedTuple):
     """One training row with the target's states. Arrays read from a cache are views of the file: copy to change them.
 
-    `last_hidden` is the residual stream before the final norm (in version 2 caches after it: see
-    `Manifest.last_hidden`). `log_normalizer` is the logsumexp of the target's logits over its whole vocabulary, NaN
-    where the next token is not supervised.
+    `last_hidden` is the residual stream before the final norm, or after it with `post_norm` (version 2 caches).
+    `log_normalizer` is the logsumexp of the target's logits over its whole vocabulary, NaN where the next token is not
+    supervised.
     """
 
     sample_id: int
@@ -48,6 +51,7 @@ class Sample(NamedTuple):
     features: Tensor  # bf16 [S, m, H]
     last_hidden: Tensor  # bf16 [S, H]
     log_normalizer: Tensor | None  # f32 [S]
+    post_norm: bool = False
 
 
 class Shard(BaseModel):
@@ -66,7 +70,7 @@ class Manifest(BaseModel):
     num_samples: int = 0
     num_shards: int = 0
     target_layer_ids: tuple[int, ...]
-    hidden_dtype: Literal["bfloat16"] = "bfloat16"
+    hidden_dtype: HiddenDtype = "bfloat16"
     token_dtype: Literal["int32"] = "int32"
     mask_dtype: Literal["uint8"] = "uint8"
     index_record_size: int = RECORD_V3.itemsize
@@ -129,18 +133,34 @@ class Layout(NamedTuple):
     """Where the arrays of a version 3 sample lie, in bytes from its beginning, and where the last one ends."""
 
     starts: tuple[int, ...]  # in the order of OFFSETS
+    scales: int
     log_normalizer: int
     end: int
 
     @classmethod
-    def of(cls, seq_len: int, num_layers: int, hidden_size: int, log_normalizer: bool) -> Self:
+    def of(cls, seq_len: int, num_layers: int, hidden_size: int, flags: int) -> Self:
         """Lay out one sample."""
-        state = 2 * seq_len * hidden_size  # bytes of one layer's states
-        sizes = (4 * seq_len, seq_len, seq_len, num_layers * state, state)
-        starts = tuple(sum(sizes[:i]) for i in range(len(sizes)))
-        normalizer = log_normalizer_start(starts[-1], seq_len, hidden_size)
-        end = normalizer + 4 * seq_len if log_normalizer else starts[-1] + state
-        return cls(starts, normalizer, end)
+        state = (1 if flags & QUANTISED else 2) * seq_len * hidden_size  # bytes of one layer's states
+        sizes = (4 * seq_len, seq_len, seq_len, num_layers * state)
+        starts = tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))
+        return cls(starts, *_tail(starts[-1] + state, seq_len, num_layers, flags))
+
+    @classmethod
+    def of_record(cls, record: np.void, num_layers: int, hidden_size: int) -> Self:
+        """Where a record's sample lies in its shard."""
+        seq_len, flags = int(record["seq_len"]), record_flags(record)
+        starts = tuple(int(record[field]) for field in OFFSETS)
+        state = (1 if flags & QUANTISED else 2) * seq_len * hidden_size
+        return cls(starts, *_tail(starts[-1] + state, seq_len, num_layers, flags))
+
+
+def _tail(end: int, seq_len: int, num_layers: int, flags: int) -> tuple[int, int, int]:
+    """Where scales and log normalizers begin behind states that end at `end`, and where the sample ends."""
+    scales = align(end, 4)
+    if flags & QUANTISED:
+        end = scales + 4 * seq_len * (num_layers + 1)
+    normalizer = align(end, 4)
+    return scales, normalizer, normalizer + 4 * seq_len if flags & HAS_LOG_NORMALIZER else end
 
 
 def shard_name(shard_id: int) -> str:
@@ -148,34 +168,45 @@ def shard_name(shard_id: int) -> str:
     return f"shard-{shard_id:05d}.bin"
 
 
-def log_normalizer_start(last_hidden_start: int, seq_len: int, hidden_size: int) -> int:
-    """Where the log normalizer begins: after the last hidden states, at a multiple of four bytes."""
-    return align(last_hidden_start + 2 * seq_len * hidden_size, 4)
-
-
 def align(size: int, to: int) -> int:
     """Round `size` up to a multiple of `to`."""
     return -(-size // to) * to
 
 
-def pack_sample(sample: Sample) -> tuple[NDArray[np.uint8], Layout, int]:
+def record_flags(record: np.void) -> int:
+    """The flags of a record; version 2 has none."""
+    return int(record["flags"]) if "flags" in (record.dtype.names or ()) else 0
+
+
+def sample_flags(hidden_dtype: HiddenDtype, log_normalizer: bool) -> int:
+    """The flags of a record."""
+    return (QUANTISED if hidden_dtype == "int8" else 0) | (HAS_LOG_NORMALIZER if log_normalizer else 0)
+
+
+def pack_sample(sample: Sample, hidden_dtype: HiddenDtype) -> tuple[NDArray[np.uint8], Layout, int]:
     """Turn a sample into its bytes, their layout and the record's flags."""
+    flags = sample_flags(hidden_dtype, sample.log_normalizer is not None)
     seq_len, num_layers, hidden_size = sample.features.shape
-    layout = Layout.of(seq_len, num_layers, hidden_size, sample.log_normalizer is not None)
+    layout = Layout.of(seq_len, num_layers, hidden_size, flags)
     arrays = [
-        (layout.starts[0], sample.token_ids, torch.int32),
-        (layout.starts[1], sample.attention_mask, torch.uint8),
-        (layout.starts[2], sample.loss_mask, torch.uint8),
-        (layout.starts[3], sample.features, torch.bfloat16),
-        (layout.starts[4], sample.last_hidden, torch.bfloat16),
+        (layout.starts[0], sample.token_ids.int()),
+        (layout.starts[1], sample.attention_mask),
+        (layout.starts[2], sample.loss_mask),
     ]
+    if hidden_dtype == "int8":
+        features, feature_scales = quantise(sample.features)
+        last, last_scale = quantise(sample.last_hidden)
+        arrays.append((layout.scales, torch.cat([feature_scales, last_scale[:, None]], dim=1)))
+    else:
+        features, last = sample.features.bfloat16(), sample.last_hidden.bfloat16()
+    arrays += [(layout.starts[3], features), (layout.starts[4], last)]
     if sample.log_normalizer is not None:
-        arrays.append((layout.log_normalizer, sample.log_normalizer, torch.float32))
+        arrays.append((layout.log_normalizer, sample.log_normalizer))
     data = np.zeros(layout.end, dtype=np.uint8)
-    for start, tensor, dtype in arrays:
-        raw = tensor.detach().to("cpu", dtype).contiguous().view(torch.uint8).flatten().numpy()
+    for start, tensor in arrays:
+        raw = tensor.detach().cpu().contiguous().view(torch.uint8).flatten().numpy()
         data[start : start + len(raw)] = raw
-    return data, layout, HAS_LOG_NORMALIZER if sample.log_normalizer is not None else 0
+    return data, layout, flags
 
 
 def crc32c(data: NDArray[np.uint8]) -> int:
@@ -184,17 +215,6 @@ def crc32c(data: NDArray[np.uint8]) -> int:
     return checksum
 
 
-def sample_end(record: np.void, hidden_size: int) -> int:
-    """Where the bytes of a record's sample end in its shard."""
-    seq_len, last = int(record["seq_len"]), int(record[OFFSETS[-1]])
-    if "flags" in (record.dtype.names or ()) and record["flags"] & HAS_LOG_NORMALIZER:
-        return log_normalizer_start(last, seq_len, hidden_size) + 4 * seq_len
-    return last + 2 * seq_len * hidden_size
-
-
-def estimate_bytes(seq_lens: Iterable[int], num_layers: int, hidden_size: int, log_normalizer: bool = True) -> int:
-    """Size of a version 3 cache of samples of these lengths, in bytes, manifest left out."""
-    return sum(
-        align(Layout.of(seq_len, num_layers, hidden_size, log_normalizer).end, SAMPLE_ALIGNMENT) + RECORD_V3.itemsize
-        for seq_len in seq_lens
-    )
+def stored_bytes(seq_len: int, num_layers: int, hidden_size: int, flags: int) -> int:
+    """What a sample of this length takes at most: its arrays, the gap before it and its record."""
+    return align(Layout.of(seq_len, num_layers, hidden_size, flags).end, SAMPLE_ALIGNMENT) + RECORD_V3.itemsize

@@ -1,7 +1,7 @@
 """Random access to the samples of a target cache, memory-mapped."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,22 +11,31 @@ from torch import Tensor
 from dspark.cache.format import (
     HAS_LOG_NORMALIZER,
     INDEX_NAME,
-    OFFSETS,
+    QUANTISED,
+    Layout,
     Manifest,
     Sample,
     crc32c,
-    log_normalizer_start,
-    sample_end,
+    record_flags,
 )
+from dspark.cache.quantise import dequantise
 from dspark.errors import CacheError
 
 Bytes = NDArray[np.uint8]
+
+
+class TokenRow(NamedTuple):
+    """A training row without the target's states."""
+
+    token_ids: Tensor  # i32 [S]
+    loss_mask: Tensor  # u8 [S]
 
 
 class CacheReader:
     """The samples of a finished cache, in the order of their ids.
 
     Reading copies nothing: the tensors are views of the files, and writing to them changes this process's copy only.
+    States stored as int8 are the exception: they come back as new bfloat16 tensors.
     With `verify`, the checksum of a sample is compared when it is read for the first time (version 3).
     Raises `CacheError` when files are missing or disagree, and for a damaged sample naming it and its shard.
     """
@@ -48,7 +57,12 @@ class CacheReader:
         verify = self._verify and not self._verified[index]
         sample = self._shards.read(self._names[record["shard_id"]], record, verify)
         self._verified[index] = True
-        return sample
+        return sample._replace(post_norm=self.manifest.last_hidden == "post_norm")
+
+    def row(self, index: int) -> TokenRow:
+        """The tokens and mask of a sample; its states are not read."""
+        record = self._records[index]
+        return self._shards.row(self._names[record["shard_id"]], record)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Workers of a data loader open the files again instead of copying them."""
@@ -72,28 +86,45 @@ class ShardFiles:
 
     def read(self, name: str, record: np.void, verify: bool) -> Sample:
         """Return the sample that `record` locates in the shard `name`."""
-        where = f"{self._path / name}: sample {record['sample_id']}"
-        seq_len, H = int(record["seq_len"]), self._hidden_size
-        starts = [int(record[field]) for field in OFFSETS]
-        end = sample_end(record, H)
-        data = self._map(name, end)
-        if len(data) < end:
-            raise CacheError(f"{where} is truncated ({len(data)} bytes, needs {end}): build the cache again")
-        if verify and crc32c(data[starts[0] : end]) != record["crc32c"]:
+        seq_len, m, H = int(record["seq_len"]), self._num_layers, self._hidden_size
+        layout, data = self._located(name, record)
+        flags, starts = record_flags(record), layout.starts
+        if verify and crc32c(data[starts[0] : layout.end]) != record["crc32c"]:
+            where = f"{self._path / name}: sample {record['sample_id']}"
             raise CacheError(f"{where} is damaged (its checksum differs): build the cache again")
-        normalizer = None
-        if "flags" in (record.dtype.names or ()) and record["flags"] & HAS_LOG_NORMALIZER:
-            start = log_normalizer_start(starts[4], seq_len, H)
-            normalizer = _view(data, start, seq_len, torch.float32)
+        stored = torch.int8 if flags & QUANTISED else torch.bfloat16
+        features = _view(data, starts[3], seq_len * m * H, stored).view(seq_len, m, H)
+        last_hidden = _view(data, starts[4], seq_len * H, stored).view(seq_len, H)
+        if flags & QUANTISED:
+            scales = _view(data, layout.scales, seq_len * (m + 1), torch.float32).view(seq_len, m + 1)
+            features, last_hidden = dequantise(features, scales[:, :-1]), dequantise(last_hidden, scales[:, -1])
+        has_normalizer = flags & HAS_LOG_NORMALIZER
         return Sample(
             sample_id=int(record["sample_id"]),
             token_ids=_view(data, starts[0], seq_len, torch.int32),
             attention_mask=_view(data, starts[1], seq_len, torch.uint8),
             loss_mask=_view(data, starts[2], seq_len, torch.uint8),
-            features=_view(data, starts[3], seq_len * self._num_layers * H, torch.bfloat16).view(seq_len, -1, H),
-            last_hidden=_view(data, starts[4], seq_len * H, torch.bfloat16).view(seq_len, H),
-            log_normalizer=normalizer,
+            features=features,
+            last_hidden=last_hidden,
+            log_normalizer=_view(data, layout.log_normalizer, seq_len, torch.float32) if has_normalizer else None,
         )
+
+    def row(self, name: str, record: np.void) -> TokenRow:
+        """Return the tokens and mask of a sample, unchecked."""
+        layout, data = self._located(name, record)
+        ids = _view(data, layout.starts[0], int(record["seq_len"]), torch.int32)
+        return TokenRow(ids, _view(data, layout.starts[2], int(record["seq_len"]), torch.uint8))
+
+    def _located(self, name: str, record: np.void) -> tuple[Layout, Bytes]:
+        """Where a sample lies, and the bytes of its shard, which reach to its end."""
+        layout = Layout.of_record(record, self._num_layers, self._hidden_size)
+        data = self._map(name, layout.end)
+        if len(data) < layout.end:
+            raise CacheError(
+                f"{self._path / name}: sample {record['sample_id']} is truncated ({len(data)} bytes, needs "
+                f"{layout.end}): build the cache again"
+            )
+        return layout, data
 
     def _map(self, name: str, size: int) -> Bytes:
         """The bytes of a shard, mapped again when it has grown to hold `size` of them since."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark.cache.format import INDEX_NAME, RECORD_V3, sample_end, shard_name
+from dspark.cache.format import INDEX_NAME, RECORD_V3, Layout, shard_name
 from dspark.cache.reader import ShardFiles
 from dspark.errors import CacheError
 from dspark.files import atomic_path
@@ -30,7 +30,7 @@ def recover(path: Path, hidden_size: int, num_layers: int) -> NDArray[np.void]:
     if records.nbytes != len(raw):
         _log.warning("%s: cut off what the earlier build had not finished writing", path)
         write_index(path, records)
-    _cut_shards(path, records, hidden_size)
+    _cut_shards(path, records, hidden_size, num_layers)
     return records
 
 
@@ -48,10 +48,11 @@ def _is_whole(shards: ShardFiles, record: np.void, verify: bool) -> bool:
     return True
 
 
-def _cut_shards(path: Path, records: NDArray[np.void], hidden_size: int) -> None:
+def _cut_shards(path: Path, records: NDArray[np.void], hidden_size: int, num_layers: int) -> None:
     """Make the last shard end with its last sample, and remove shards behind it."""
     last = int(records["shard_id"].max(initial=0))
-    end = max((sample_end(r, hidden_size) for r in records if r["shard_id"] == last), default=0)
+    in_last = records[records["shard_id"] == last]
+    end = max((Layout.of_record(record, num_layers, hidden_size).end for record in in_last), default=0)
     for file in path.glob("shard-*.bin"):
         if file.name > shard_name(last):
             file.unlink()

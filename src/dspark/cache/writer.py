@@ -81,7 +81,8 @@ class CacheWriter:
         """Append one sample; its id must be new."""
         assert sample.sample_id not in self._records
         assert sample.features.shape[1:] == self._sample_shape
-        data, layout, flags = pack_sample(sample)
+        assert not sample.post_norm
+        data, layout, flags = pack_sample(sample, self._identity.hidden_dtype)
         record = np.zeros(1, dtype=RECORD_V3)
         record["sample_id"], record["seq_len"] = sample.sample_id, len(sample.token_ids)
         record["crc32c"], record["flags"] = crc32c(data), flags
