@@ -1,6 +1,7 @@
 """The command line from end to end on a tiny target: prompts -> answers -> cache -> drafter -> text; and bad input."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,10 @@ def write_recipe(path: Path, text: str) -> str:
     return str(path)
 
 
+def logged(out: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
 def test_the_whole_path(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,11 +99,15 @@ def test_the_whole_path(
     train = write_recipe(
         tmp_path / "train.toml",
         f'target = "{target}"\ncache = ["{tmp_path}/features"]\nout = "{tmp_path}/run"\nbatch_size = 2\n'
-        'num_anchors = 8\nmax_steps = 4\ncompute_dtype = "float32"\n'
+        'num_anchors = 8\nmax_steps = 4\nlog_every = 1\ncompute_dtype = "float32"\n'
         "[drafter]\nnum_hidden_layers = 1\nblock_size = 3\nmask_token_id = 1\nmarkov_rank = 4\ndraft_vocab_size = 16\n",
     )
-    for arguments in (("regenerate", regenerate), ("cache", cache)):
-        assert run(monkeypatch, *arguments) == 0
+    assert run(monkeypatch, "regenerate", regenerate) == 0
+    capsys.readouterr()
+    assert run(monkeypatch, "cache", cache, "--estimate") == 0
+    assert re.search(r"(?s)samples +\d+\n.*features .*index .*bytes .*shards +about 1\ntime ", capsys.readouterr().out)
+    assert not (tmp_path / "features").exists(), "an estimate writes nothing"
+    assert run(monkeypatch, "cache", cache) == 0
     check_plan(monkeypatch, capsys, tmp_path, train)
     for arguments in (("train", train), ("train", train, "save_every=2")):
         assert run(monkeypatch, *arguments) == 0
@@ -108,6 +117,14 @@ def test_the_whole_path(
     stored = sum(path.stat().st_size for path in state.glob("*.distcp"))
     assert expected.state_bytes < stored < expected.state_bytes + 200_000  # names and archive headers
     assert (tmp_path / "run" / "last" / "model.safetensors").stat().st_size > expected.drafter_bytes
+    answers, layers = f'conversations=["{tmp_path}/answers.jsonl"]', "drafter.target_layer_ids=[0, 2]"
+    ways = {
+        "streamed": ["cache=[]", "features=streamed"],
+        "hybrid": [f'cache=["{tmp_path}/store"]', "features=hybrid", "max_cache_bytes=1000000"],
+    }
+    for name, way in ways.items():
+        assert run(monkeypatch, "train", train, answers, layers, f"out={tmp_path}/{name}", "max_length=128", *way) == 0
+        assert logged(tmp_path / name) == pytest.approx(logged(tmp_path / "run"), rel=1e-3)
     capsys.readouterr()
     common = ["--target", str(target), "--dtype", "float32", "--max-tokens", "20", "--json"]
     texts = []
@@ -130,6 +147,7 @@ BAD = [
     (["train", "RECIPE", "learning_rte=1"], "learning_rte"),
     (["train", "RECIPE", "epochs"], "key=value"),
     (["train", "RECIPE"], "manifest.json"),
+    (["train", "RECIPE", "features=streamed"], "conversations: features = 'streamed' needs them"),
     (["cache", "RECIPE"], "conversations: missing"),
 ]
 

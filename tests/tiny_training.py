@@ -1,7 +1,7 @@
 """A tiny target, samples that it really produced, and a trainer over them: for tests in and outside pytest."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from dspark.drafters.dspark import Drafter
 from dspark.models.attention import AttentionBatch
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder
+from dspark.training.batch import SampleSource
 from dspark.training.build import drafter_config, new_drafter
 from dspark.training.config import TrainSettings
 from dspark.training.parallel import Ranks
@@ -28,6 +29,21 @@ class Row(NamedTuple):
     features: Tensor
     last_hidden: Tensor
     log_normalizer: Tensor | None
+    post_norm: bool = False
+
+
+class Samples(list[Row]):
+    """Rows as a source of samples."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(row.token_ids) for row in self])
+
+    def row(self, index: int) -> Row:
+        return self[index]
+
+    def load(self, indices: Sequence[int]) -> list[Row]:
+        return [self[i] for i in indices]
 
 
 def make_target() -> Decoder:
@@ -50,9 +66,9 @@ def make_target() -> Decoder:
     return decoder
 
 
-def make_rows(target: Decoder) -> list[Row]:
+def make_rows(target: Decoder) -> Samples:
     """24 sequences of 12-30 random tokens, the later two thirds supervised, with the target's states."""
-    rng, made = np.random.default_rng(0), []
+    rng, made = np.random.default_rng(0), Samples()
     for i in range(24):
         length = int(rng.integers(12, 31))
         ids = torch.from_numpy(rng.integers(0, VOCAB, length))
@@ -67,7 +83,7 @@ def make_rows(target: Decoder) -> list[Row]:
 
 def make_trainer(
     target: Decoder,
-    rows: list[Row],
+    rows: SampleSource,
     out: Path,
     ranks: Ranks,
     shape: dict[str, object],
@@ -90,8 +106,7 @@ def make_trainer(
     }
     settings = TrainSettings.from_dict(base | changes, "test")
     drafter = new_drafter(drafter_config(settings.drafter, target, TAPS), target, rows, settings.seed)
-    lengths = np.array([len(row.token_ids) for row in rows])
-    return Trainer(settings, target, drafter, rows, lengths, export, ranks, measure)
+    return Trainer(settings, target, drafter, rows, export, ranks, measure)
 
 
 def export(drafter: Drafter, path: Path) -> None:

@@ -81,19 +81,22 @@ def regenerate(recipe: Recipe, overrides: Overrides = ()) -> None:
         run(settings)
 
 
-def cache(recipe: Recipe, overrides: Overrides = ()) -> None:
-    """Store the target's hidden states over answered conversations.
+def cache(recipe: Recipe, overrides: Overrides = (), estimate: bool = False) -> None:
+    """Store the target's hidden states over answered conversations; --estimate tells the bytes and writes nothing.
 
     Example: dspark cache recipes/cache.toml out=features
     """
     settings = load_recipe(CacheSettings, recipe, overrides)
-    from dspark.stages import build_cache as run
+    from dspark.stages import build_cache, estimate_cache
 
-    run(settings)
+    if estimate:
+        print(estimate_cache(settings).report())
+    else:
+        build_cache(settings)
 
 
 def train(recipe: Recipe, overrides: Overrides = (), dry_run: bool = False) -> None:
-    """Train a drafter on cached features; resumes where it stopped. Under torchrun, on many processes.
+    """Train a drafter on cached or streamed states of the target; resumes. Under torchrun, on many processes.
 
     Example: dspark train recipes/train-smollm2-135m.toml out=runs/first max_steps=200
 

@@ -11,31 +11,33 @@ from itertools import islice
 from pathlib import Path
 from types import FrameType
 
-import numpy as np
 import torch
 
 from dspark.cache import build
+from dspark.cache.cached import CachedSamples
+from dspark.cache.capture import Capture, DecoderStates
 from dspark.cache.config import CacheSettings
-from dspark.cache.reader import CacheReader
+from dspark.cache.estimate import CacheEstimate, estimate
+from dspark.cache.hybrid import HybridSamples
+from dspark.cache.streamed import RowTable, StreamedSamples
 from dspark.data.chat import ChatTemplate
 from dspark.data.conversation import Message, read_conversations
 from dspark.data.sources import read_prompts
-from dspark.data.template import SkipReason, render_all
+from dspark.data.template import Rendered, SkipReason, render_all
 from dspark.drafters.dspark import Drafter
 from dspark.drafters.layouts.deepspec import read_drafter, write_drafter
 from dspark.engine.config import EngineSettings
 from dspark.engine.engine import Engine
 from dspark.engine.request import SamplingParams
-from dspark.errors import CacheError, ConfigError
+from dspark.errors import ConfigError
 from dspark.generation import regenerate as regeneration
 from dspark.generation import synthesize as synthesis
 from dspark.generation.config import RegenerateSettings, SynthesizeSettings
 from dspark.log import get_logger
 from dspark.models.target import DtypeName, Target, load_target
-from dspark.training.batch import TrainSample
-from dspark.training.build import adapt_scale, drafter_config, freeze, new_drafter, warm_start
+from dspark.training.build import adapt_scale, drafter_config, freeze, new_drafter, spread_layers, warm_start
 from dspark.training.config import HeldOut, TrainSettings
-from dspark.training.parallel import join_ranks
+from dspark.training.parallel import Ranks, join_ranks
 from dspark.training.plan import TrainPlan, plan
 from dspark.training.trainer import Trainer, TrainReport
 
@@ -44,35 +46,7 @@ _log = get_logger(__name__)
 MEASURED_LENGTH = 2048  # tokens of prompt and answer, where held-out prompts are measured
 
 
-class JoinedCaches:
-    """Several caches as one source of samples. Raises CacheError when they tap different layers or targets."""
-
-    def __init__(self, paths: tuple[Path, ...]) -> None:
-        self.readers = [CacheReader(path) for path in paths]
-        first = self.readers[0].manifest
-        for path, reader in zip(paths, self.readers, strict=True):
-            manifest = reader.manifest
-            for name in ("target_layer_ids", "hidden_size", "target_revision", "tokenizer_digest"):
-                if getattr(manifest, name) != getattr(first, name):
-                    raise CacheError(
-                        f"{path}: its {name} is not that of {paths[0]}; caches trained on together must agree"
-                    )
-            if manifest.last_hidden != "pre_norm":
-                raise CacheError(f"{path}: version 2 caches cannot be trained on yet; build one with dspark cache")
-        self.target_layer_ids: tuple[int, ...] = tuple(first.target_layer_ids)
-        self.starts = np.cumsum([0] + [len(reader) for reader in self.readers])
-
-    def __len__(self) -> int:
-        return int(self.starts[-1])
-
-    def __getitem__(self, index: int) -> TrainSample:
-        part = int(np.searchsorted(self.starts, index, side="right")) - 1
-        sample: TrainSample = self.readers[part][index - int(self.starts[part])]
-        return sample
-
-    def lengths(self) -> np.ndarray:
-        """Token counts of all samples: [n]."""
-        return np.concatenate([reader.seq_lens.astype(np.int64) for reader in self.readers])
+Samples = CachedSamples | StreamedSamples | HybridSamples
 
 
 def synthesize(settings: SynthesizeSettings) -> None:
@@ -93,41 +67,75 @@ def plain_engine(target: str, dtype: DtypeName, settings: EngineSettings) -> Eng
 def build_cache(settings: CacheSettings) -> None:
     """Run answered conversations through the target and store its hidden states; resumes a build that was cut off."""
     target = load_target(settings.target, settings.dtype)
+    build.build_cache(target, rendered_rows(target, settings), settings)
+
+
+def estimate_cache(settings: CacheSettings) -> CacheEstimate:
+    """What `build_cache` would write and how long it would take; nothing is written."""
+    target = load_target(settings.target, settings.dtype)
+    return estimate(target, rendered_rows(target, settings), settings)
+
+
+def rendered_rows(target: Target, settings: CacheSettings | TrainSettings) -> Iterator[Rendered]:
+    """The training rows of the conversations that the settings name, as the target's chat template renders them."""
     conversations = islice(read_conversations(settings.conversations, settings.skip_bad), settings.limit)
     skipped: Counter[SkipReason] = Counter()
-    rows = render_all(ChatTemplate(target.tokenizer), conversations, settings.max_length, skipped)
-    build.build_cache(target, rows, settings)
+    return render_all(ChatTemplate(target.tokenizer), conversations, settings.max_length, skipped)
 
 
 def train(settings: TrainSettings) -> TrainReport | None:
-    """Train a drafter on cached features; resumes the run found in `settings.out`. None on all but the main process."""
+    """Train a drafter; resumes the run found in `settings.out`. None on all but the main process."""
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
-    samples = JoinedCaches(settings.cache)
-    if len(samples) < settings.batch_size:
-        raise ConfigError(f"batch_size {settings.batch_size} exceeds the {len(samples)} samples of the cache: lower it")
+    settings.check_features()
     with join_ranks(settings.device) as ranks:
-        target = load_target(settings.target, "float32", pack=False)
+        target = load_target(settings.target, settings.target_dtype, pack=False)
         target.decoder.to(ranks.device)
-        drafter = build_drafter(settings, target, samples).to(ranks.device)
-        export = exporter(settings, target)
-        measure = None if settings.held_out is None else acceptance_probe(settings.held_out, target)
-        trainer = Trainer(settings, target.decoder, drafter, samples, samples.lengths(), export, ranks, measure)
-        with graceful_stop(trainer):
-            report = trainer.run()
+        with open_samples(settings, target, ranks) as samples:
+            if len(samples) < settings.batch_size:
+                raise ConfigError(f"batch_size: {settings.batch_size} exceeds the {len(samples)} samples: lower it")
+            drafter = build_drafter(settings, target, samples).to(ranks.device)
+            export = exporter(settings, target)
+            measure = None if settings.held_out is None else acceptance_probe(settings.held_out, target)
+            trainer = Trainer(settings, target.decoder, drafter, samples, export, ranks, measure)
+            with graceful_stop(trainer):
+                report = trainer.run()
         return report if ranks.is_main else None
+
+
+@contextmanager
+def open_samples(settings: TrainSettings, target: Target, ranks: Ranks) -> Iterator[Samples]:
+    """The samples to train on, from where the settings say."""
+    if settings.features == "cached":
+        cached = CachedSamples(settings.cache)
+        cached.check(target)
+        yield cached
+        return
+    layers = settings.drafter.target_layer_ids or spread_layers(target.config.num_hidden_layers)
+    build.check_capture(target, layers, settings.max_length)
+    capture = Capture(DecoderStates(target.decoder), layers, log_normalizer=True, device=ranks.device)
+    table = RowTable(rendered_rows(target, settings))
+    streamed = StreamedSamples(table, capture, layers, settings.batch_tokens)
+    if settings.features == "streamed":
+        yield streamed
+        return
+    assert settings.max_cache_bytes is not None
+    identity = build.states_of(target, layers, settings.hidden_dtype)
+    place = (ranks.rank, ranks.world_size)
+    with HybridSamples(streamed, settings.cache[0], identity, settings.max_cache_bytes, place) as hybrid:
+        yield hybrid
 
 
 def plan_training(settings: TrainSettings) -> TrainPlan:
     """What `train` would take and touch; nothing is written, no weights are read. The caches need not be there yet."""
     taps, lengths = settings.drafter.target_layer_ids, None
-    if all((path / "manifest.json").is_file() for path in settings.cache):
-        samples = JoinedCaches(settings.cache)
-        taps, lengths = samples.target_layer_ids, samples.lengths()
+    if settings.features == "cached" and all((path / "manifest.json").is_file() for path in settings.cache):
+        samples = CachedSamples(settings.cache)
+        taps, lengths = samples.target_layer_ids, samples.lengths
     return plan(settings, lengths, taps, int(os.environ.get("WORLD_SIZE", "1")))
 
 
-def build_drafter(settings: TrainSettings, target: Target, samples: JoinedCaches) -> Drafter:
+def build_drafter(settings: TrainSettings, target: Target, samples: Samples) -> Drafter:
     """A fresh drafter, or the one to start from as the recipe wants it. Raises ConfigError where they do not fit."""
     shape = settings.drafter
     if settings.init_from is None:
@@ -135,6 +143,11 @@ def build_drafter(settings: TrainSettings, target: Target, samples: JoinedCaches
         drafter = new_drafter(config, target.decoder, samples, settings.seed)
     else:
         read = read_drafter(settings.init_from, target.decoder, target.digest)
+        if read.config.target_layer_ids != samples.target_layer_ids:
+            raise ConfigError(
+                f"init_from reads layers {read.config.target_layer_ids}, the samples hold "
+                f"{samples.target_layer_ids}: set drafter.target_layer_ids to the layers that it reads"
+            )
         config = drafter_config(shape, target.decoder, samples.target_layer_ids)
         drafter = warm_start(read, config, target.decoder, settings.seed)
         adapt_scale(drafter, samples)

@@ -71,6 +71,33 @@ def test_nothing_leaks_from_the_future(make_drafter: Callable[..., Drafter], var
             assert (moved[~kept] > 1e-4).all(), "a block must depend on its anchor and on the context before it"
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_leaks_between_conversations_of_a_row(
+    make_drafter: Callable[..., Drafter], variant: dict[str, object]
+) -> None:
+    """Blocks are those of each conversation alone, and changing one of them moves no block of its neighbours."""
+    drafter = make_drafter(**variant)
+    ids, features = sequence(24, 3, 32)
+    spans = [(0, 7), (7, 16), (16, 24)]
+    segment_ids = torch.tensor([[segment for segment, (a, b) in enumerate(spans) for _ in range(a, b)]])
+    anchors = torch.tensor([[a + i for a, _ in spans for i in (0, 1, 5, 6)]])  # the first and the last place included
+    valid = torch.ones_like(anchors, dtype=torch.bool)
+    with torch.no_grad():
+        packed = drafter.train_hidden(ids, features, anchors, valid, segment_ids)
+        for segment, (a, b) in enumerate(spans):
+            own = slice(4 * segment, 4 * segment + 4)
+            alone = drafter.train_hidden(ids[:, a:b], features[:, a:b], anchors[:, own] - a, valid[:, own])
+            torch.testing.assert_close(packed[:, own], alone, rtol=1e-5, atol=1e-5)
+            changed_ids, changed = ids.clone(), features.clone()
+            changed_ids[:, a:b] = (changed_ids[:, a:b] + 1) % 40
+            changed[:, a:b] += 1.0
+            moved = (drafter.train_hidden(changed_ids, changed, anchors, valid, segment_ids) - packed).abs()
+            moved = moved.amax(dim=(0, 2, 3))
+            assert (moved[own] > 1e-4).all()
+            assert not moved[: own.start].any()
+            assert not moved[own.stop :].any()
+
+
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("size", [None, 17])
 def test_greedy_block_is_the_argmax_of_the_training_logits(

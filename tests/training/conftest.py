@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from tiny_training import Row, make_rows, make_target
+from tiny_training import Samples, make_rows, make_target
 
 from dspark.models.decoder import Decoder
 from dspark.training.parallel import Ranks, join_ranks
@@ -15,7 +15,7 @@ def target() -> Decoder:
 
 
 @pytest.fixture(scope="session")
-def rows(target: Decoder) -> list[Row]:
+def rows(target: Decoder) -> Samples:
     return make_rows(target)
 
 

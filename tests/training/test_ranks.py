@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_training import Row, losses, make_trainer
+from tiny_training import Samples, losses, make_trainer
 
 from dspark.errors import ConfigError
 from dspark.models.decoder import Decoder
@@ -25,7 +25,7 @@ def torchrun(*arguments: object) -> int:
     return subprocess.run(command, env=environment, check=False, capture_output=True, timeout=300).returncode
 
 
-def test_two_processes_are_one(target: Decoder, rows: list[Row], tmp_path: Path, alone: Ranks) -> None:
+def test_two_processes_are_one(target: Decoder, rows: Samples, tmp_path: Path, alone: Ranks) -> None:
     """Killed in mid-run; then finished by two processes, and by one. All losses are the uninterrupted run's."""
 
     def run_alone(name: str) -> dict[str, torch.Tensor]:
@@ -47,9 +47,7 @@ def test_two_processes_are_one(target: Decoder, rows: list[Row], tmp_path: Path,
             torch.testing.assert_close(parameters[key], value, rtol=1e-3, atol=1e-4, msg=f"{name} {key}")
 
 
-def test_processes_share_the_micro_batches_of_one(
-    target: Decoder, rows: list[Row], tmp_path: Path, alone: Ranks
-) -> None:
+def test_processes_share_the_micro_batches_of_one(target: Decoder, rows: Samples, tmp_path: Path, alone: Ranks) -> None:
     """What two processes load in a step is what one loads, each sample once."""
 
     def seen(ranks: Ranks, step: int) -> list[list[int]]:
@@ -64,6 +62,6 @@ def test_processes_share_the_micro_batches_of_one(
         assert [parts[0][0], parts[1][0]] == whole
 
 
-def test_a_step_that_cannot_be_dealt_out_is_refused(target: Decoder, rows: list[Row], tmp_path: Path) -> None:
+def test_a_step_that_cannot_be_dealt_out_is_refused(target: Decoder, rows: Samples, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="accumulation 2 is not a multiple of the 3 processes"):
         make_trainer(target, rows, tmp_path, Ranks(0, 3, torch.device("cpu")), {}, {})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_training
 import torch
-from tiny_training import TAPS, Row
+from tiny_training import TAPS, Samples
 
 from dspark.errors import CheckpointError, ConfigError
 from dspark.models.decoder import Decoder
@@ -22,7 +22,7 @@ MakeTrainer = Callable[..., Trainer]
 
 
 @pytest.fixture
-def make_trainer(target: Decoder, rows: list[Row], tmp_path: Path, alone: Ranks) -> MakeTrainer:
+def make_trainer(target: Decoder, rows: Samples, tmp_path: Path, alone: Ranks) -> MakeTrainer:
     def make(output: str = "run", shape: dict[str, object] | None = None, **changes: object) -> Trainer:
         return tiny_training.make_trainer(target, rows, tmp_path / output, alone, shape or {}, changes)
 
@@ -108,7 +108,7 @@ def test_two_micro_batches_give_the_gradient_of_one(make_trainer: MakeTrainer) -
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_draft_vocabulary_is_the_most_frequent(rows: list) -> None:
+def test_draft_vocabulary_is_the_most_frequent(rows: Samples) -> None:
     kept = frequent_tokens(rows, 40, 10)
     counts = np.zeros(40)
     for row in rows:

@@ -91,19 +91,23 @@ class DraftAttention(nn.Module):
 class BlockGeometry:
     """Positions, rotations and masks that all draft layers of one training step share.
 
-    anchors [B, A] positions; context length S; Q rows a block. A block sees context positions < its anchor (the anchor
-    is row 0 of the block, never read from context) and its own rows: all of them, or those up to itself when causal.
+    anchors [B, A] places in the row; segment_ids [B, S], the row's conversations; Q rows a block. A block sees its own
+    conversation before its anchor (the anchor is row 0 of the block, never read from context) and its own rows: all of
+    them, or those up to itself when causal. Positions count from the beginning of each conversation.
     """
 
     def __init__(
-        self, config: DrafterConfig, rotary: RotaryEmbedding, anchors: Tensor, length: int, dtype: torch.dtype
+        self, config: DrafterConfig, rotary: RotaryEmbedding, anchors: Tensor, segment_ids: Tensor, dtype: torch.dtype
     ) -> None:
         rows = torch.arange(config.query_rows, device=anchors.device)
-        self.positions = (anchors[..., None] + rows).clamp(max=config.max_position_embeddings - 1)  # [B, A, Q]
-        self.context_positions = torch.arange(length, device=anchors.device)
-        self.anchors = anchors
+        self.places = torch.arange(segment_ids.shape[1], device=anchors.device)
+        starts = _segment_starts(segment_ids, self.places)  # [B, S]
+        self.anchors, self.first = anchors, starts.gather(1, anchors)  # [B, A]: its conversation is [first, anchor)
+        self.context_positions = self.places - starts  # [B, S]
+        self.positions = (anchors - self.first)[..., None] + rows
+        self.positions = self.positions.clamp(max=config.max_position_embeddings - 1)  # [B, A, Q]
         self.block_rotation = rotary(self.positions, dtype)
-        self.context_rotation = rotary(self.context_positions[None], dtype)
+        self.context_rotation = rotary(self.context_positions, dtype)
         self.block_bias = None
         if config.block_attention == "causal":
             future = rows[None] > rows[:, None]
@@ -113,13 +117,19 @@ class BlockGeometry:
     def context_bias(self, window: int | None) -> Tensor:
         """0 where a block row sees a context position and -inf elsewhere: [B, 1, 1, A, Q or 1, S]."""
         if window not in self._bias:
-            s = self.context_positions
-            visible = s < self.anchors[..., None, None]  # [B, A, 1, S]
+            own = (self.places >= self.first[..., None]) & (self.places < self.anchors[..., None])
+            visible = own[:, :, None]  # [B, A, 1, S]
             if window is not None:
-                visible = visible & (s > self.positions[..., None] - window)
-            bias = torch.zeros(visible.shape, device=s.device).masked_fill(~visible, -math.inf)
+                visible = visible & (self.context_positions[:, None, None] > self.positions[..., None] - window)
+            bias = torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, -math.inf)
             self._bias[window] = bias[:, None, None]
         return self._bias[window]
+
+
+def _segment_starts(segment_ids: Tensor, places: Tensor) -> Tensor:
+    """Where the run of equal ids that a token stands in begins: [B, S] -> [B, S]."""
+    begins = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)
+    return torch.where(begins, places, 0).cummax(dim=1).values
 
 
 class DraftLayer(nn.Module):
@@ -207,10 +217,15 @@ class Backbone(nn.Module):
             x = layer.after_attention(x, attended)  # type: ignore[operator]
         return self.norm(x)  # type: ignore[no-any-return]
 
-    def train_blocks(self, embedded: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
-        """Training: embedded [B, A, Q, H], features [B, S, m, H], anchors [B, A] -> normed hidden [B, A, Q, H]."""
+    def train_blocks(self, embedded: Tensor, features: Tensor, anchors: Tensor, segment_ids: Tensor | None) -> Tensor:
+        """Training: embedded [B, A, Q, H], features [B, S, m, H], anchors [B, A] -> normed hidden [B, A, Q, H].
+
+        segment_ids [B, S] tell the conversations of a row apart; None: one a row.
+        """
         context = self.project_context(features)
-        geometry = BlockGeometry(self.config, self.rotary, anchors, features.shape[1], embedded.dtype)
+        if segment_ids is None:
+            segment_ids = anchors.new_zeros(features.shape[:2])
+        geometry = BlockGeometry(self.config, self.rotary, anchors, segment_ids, embedded.dtype)
         x = embedded
         for layer in self.layers:
             attended = layer.self_attn.blocks(layer.input_layernorm(x), context, geometry)  # type: ignore[union-attr, operator]

@@ -141,16 +141,19 @@ class Drafter(nn.Module):
 
     # ---- training
 
-    def train_hidden(self, token_ids: Tensor, features: Tensor, anchors: Tensor, valid: Tensor) -> Tensor:
+    def train_hidden(
+        self, token_ids: Tensor, features: Tensor, anchors: Tensor, valid: Tensor, segment_ids: Tensor | None = None
+    ) -> Tensor:
         """Hidden states of every draft slot of every anchor's block.
 
-        token_ids [B, S]; features [B, S, m, H]; anchors [B, A] positions, valid [B, A] -> [B, A, G, H].
+        token_ids [B, S]; features [B, S, m, H]; anchors [B, A] places in the row, valid [B, A] -> [B, A, G, H].
+        segment_ids [B, S]: the conversations of a row, each seen by its own anchors only; None: one a row.
         Rows of an invalid anchor are finite and mean nothing.
         """
         anchors = torch.where(valid, anchors, 0)
         ids = torch.full((*anchors.shape, self.config.query_rows), self.config.mask_token_id, device=anchors.device)
         ids[..., 0] = token_ids.gather(1, anchors)
-        hidden = self.backbone.train_blocks(self.embed(ids), features, anchors)
+        hidden = self.backbone.train_blocks(self.embed(ids), features, anchors, segment_ids)
         return hidden if self.config.sample_from_anchor else hidden[:, :, 1:]
 
 

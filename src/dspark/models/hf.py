@@ -81,6 +81,25 @@ class HuggingFaceCausalLM:
         device: torch.device = self._model.device
         return device
 
+    @property
+    def norm(self) -> nn.Module:
+        """The final norm."""
+        norm: nn.Module = self._norm
+        return norm
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """The rows [V, H] that turn normed states into logits."""
+        weight = self._head.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
+    def final_logit_softcapping(self) -> float | None:
+        """The soft cap of the logits, as Gemma's configs name it."""
+        cap: float | None = getattr(self._model.config.get_text_config(), "final_logit_softcapping", None)
+        return cap
+
     @torch.inference_mode()
     def __call__(self, rows: Sequence[Sequence[int]], taps: tuple[int, ...] = ()) -> list[RowStates]:
         """Run rows of token ids, of unequal lengths (at least 1), together; return their states in their order.

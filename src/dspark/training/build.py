@@ -69,6 +69,13 @@ def _heads(target: DecoderConfig, shape: DrafterShape) -> dict[str, Any]:
     }
 
 
+def spread_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
+    """Layers to tap, evenly from the second to the third last: what the public drafters read of a deep target."""
+    last = num_layers - 3
+    spread = (round(1 + i * (last - 1) / (count - 1)) for i in range(count))
+    return tuple(sorted({max(0, min(layer, num_layers - 2)) for layer in spread}))
+
+
 def new_drafter(config: DrafterConfig, target: Decoder, samples: SampleSource, seed: int) -> Drafter:
     """Random weights, scaled to the data: draft vocabulary by frequency, features by their measured spread."""
     token_ids = None
@@ -122,8 +129,8 @@ def frequent_tokens(samples: SampleSource, vocab_size: int, keep: int) -> Tensor
     """The `keep` most frequent supervised token ids, ascending; ties and gaps go to the lower id. [keep]"""
     counts = np.zeros(vocab_size)
     for i in range(len(samples)):
-        sample = samples[i]
-        np.add.at(counts, sample.token_ids.numpy()[sample.loss_mask.numpy().astype(bool)], 1)
+        row = samples.row(i)
+        np.add.at(counts, row.token_ids.numpy()[row.loss_mask.numpy().astype(bool)], 1)
     ranked = np.argsort(-counts, kind="stable")[:keep]
     return torch.from_numpy(np.sort(ranked))
 
@@ -134,9 +141,9 @@ def feature_scale(samples: SampleSource) -> Tensor:
     Tapped layers differ in scale by orders of magnitude; without this the deepest one drowns the others.
     """
     total, rows = torch.zeros(()), 0
-    for i in range(min(SCALE_SAMPLES, len(samples))):
-        flat = samples[i].features.float().flatten(1)
-        total = total + flat.square().sum(dim=0)
+    for sample in samples.load(range(min(SCALE_SAMPLES, len(samples)))):
+        flat = sample.features.float().flatten(1)
+        total = total + flat.square().sum(dim=0).cpu()
         rows += len(flat)
     return (total / rows).sqrt().clamp(min=1e-3).reciprocal()
 

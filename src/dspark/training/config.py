@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from dspark.config import Settings
+from dspark.errors import ConfigError
 
 
 class LossMix(Settings):
@@ -37,7 +38,7 @@ class DrafterShape(Settings):
     num_key_value_heads: int | None = None
     """None: the target's. A narrow target leaves little room for the context in its few heads; more cost little."""
     target_layer_ids: tuple[int, ...] = ()
-    """Empty: five layers spread evenly."""
+    """Empty: those of the cache; without a cache five, spread evenly."""
     block_size: int = 7
     mask_token_id: int
     sample_from_anchor: bool = True
@@ -66,10 +67,30 @@ class HeldOut(Settings):
 
 
 class TrainSettings(Settings):
-    """One training run on cached target features."""
+    """One training run."""
 
     target: str = "smollm2-135m"
-    cache: tuple[Path, ...]
+    target_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The target's weights, and its arithmetic where it runs beside the drafter."""
+    features: Literal["cached", "streamed", "hybrid"] = "cached"
+    """Where the target's states come from: read from `cache`; made for each micro-batch; made once and kept on disk as
+    far as `max_cache_bytes` goes."""
+    cache: tuple[Path, ...] = ()
+    """Cached: caches to read. Hybrid: the one directory to fill."""
+    conversations: tuple[Path, ...] = ()
+    """Streamed and hybrid: JSON-lines files; rows hold messages, conversations or turns."""
+    max_cache_bytes: int | None = Field(None, gt=0)
+    """Hybrid: what the cache may take on disk, over all processes."""
+    hidden_dtype: Literal["bfloat16", "int8"] = "bfloat16"
+    """Hybrid: how states are stored."""
+    max_length: int = Field(2048, ge=2)
+    """Streamed and hybrid: tokens kept of a conversation."""
+    limit: int | None = Field(None, ge=1)
+    """Streamed and hybrid: use the first so many conversations; None: all."""
+    skip_bad: bool = False
+    """Streamed and hybrid: leave malformed lines out instead of stopping."""
+    batch_tokens: int = Field(8192, ge=1)
+    """Streamed and hybrid: rows of one forward of the target, padding counted; one conversation always fits."""
     out: Path
     """Directory of states, metrics and the servable drafter; a run found there is continued."""
     drafter: DrafterShape
@@ -83,7 +104,10 @@ class TrainSettings(Settings):
     num_anchors: int = Field(512, gt=0)
     """Anchors drawn per sequence and epoch."""
     batch_size: int = Field(8, gt=0)
-    """Sequences per micro-batch."""
+    """Conversations per micro-batch."""
+    tokens_per_row: int | None = Field(None, ge=1)
+    """Lay short conversations of a micro-batch one behind the other in rows of at most so many tokens; None: one a
+    row. The losses are the same."""
     accumulation: int = Field(1, gt=0)
     """Micro-batches per optimizer step, over all processes."""
     epochs: int = Field(10, gt=0)
@@ -107,8 +131,25 @@ class TrainSettings(Settings):
     num_threads: int | None = None
     """CPU threads; None: torch's default."""
 
+    def check_features(self) -> None:
+        """Raise `ConfigError` where the settings do not say where samples come from, or say it twice."""
+        hybrid, cached = self.features == "hybrid", self.features == "cached"
+        if cached != (not self.conversations):
+            raise ConfigError(
+                f"conversations: features = {self.features!r} " + ("reads none" if cached else "needs them")
+            )
+        if cached and not self.cache:
+            raise ConfigError("cache: missing: name a cache, or set features to streamed or hybrid")
+        if not cached and len(self.cache) != hybrid:
+            raise ConfigError(f"cache: features = {self.features!r} takes {'one directory' if hybrid else 'none'}")
+        if hybrid != (self.max_cache_bytes is not None):
+            raise ConfigError(f"max_cache_bytes: features = {self.features!r} {'needs it' if hybrid else 'has none'}")
+        if self.target_dtype == "bfloat16" and self.compute_dtype != "bfloat16":
+            raise ConfigError("target_dtype: bfloat16 needs compute_dtype bfloat16")
+
     def identity(self) -> str:
         """A digest of what decides the losses; runs with the same one may continue each other."""
-        return self.replace(
-            out=Path(), cache=(), save_every=1, log_every=1, num_threads=None, device="auto", wandb_project=None
-        ).digest()
+        places: dict[str, Any] = {"out": Path(), "cache": (), "conversations": (), "features": "cached"}
+        pace: dict[str, Any] = {"save_every": 1, "log_every": 1, "num_threads": None, "device": "auto"}
+        memory: dict[str, Any] = {"max_cache_bytes": None, "batch_tokens": 1, "tokens_per_row": None}
+        return self.replace(**places, **pace, **memory, wandb_project=None).digest()

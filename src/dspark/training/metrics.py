@@ -30,7 +30,7 @@ class MetricSums:
         for name, (numerator, denominator) in metrics.items():
             self.increase(name, float(numerator), float(denominator))
         self.increase("loss", float(loss.detach()) / weight, 0.0)
-        self.increase("tokens", float(batch.token_ids.ne(0).sum()), 0.0)
+        self.increase("tokens", float(batch.segment_ids.ge(0).sum()), 0.0)
 
     def increase(self, name: str, numerator: float, denominator: float) -> None:
         """Add to one pair."""

@@ -47,7 +47,7 @@ def micro_objective(
     `draft_index` [V] maps a target id to its draft index (-1: not in the draft vocabulary); None: same vocabulary.
     """
     mask = batch.slot_mask
-    hidden = drafter.train_hidden(batch.token_ids, batch.features, batch.anchors, batch.valid)
+    hidden = drafter.train_hidden(batch.token_ids, batch.features, batch.anchors, batch.valid, batch.segment_ids)
     offsets = batch.anchors[..., None] + torch.arange(mask.shape[-1], device=mask.device)  # [B, A, G]
     offsets = offsets.clamp(max=batch.token_ids.shape[1] - 2)
     previous = batch.token_ids.gather(1, offsets.flatten(1)).view_as(offsets)
@@ -84,7 +84,8 @@ def _target_rows(target: Decoder, batch: TrainBatch) -> tuple[Tensor, Tensor]:
     """The target's final-normed hidden states [B*S, H] and their full-vocabulary log normalizers [B*S]."""
     with torch.no_grad():
         weight = target.lm_head_weight
-        normed = target.norm(batch.last_hidden.to(weight.dtype)).flatten(0, 1)
+        states = batch.last_hidden.to(weight.dtype)
+        normed = (states if batch.post_norm else target.norm(states)).flatten(0, 1)
         if batch.log_normalizer is not None:
             return normed, batch.log_normalizer.flatten()
         cap, chunks = target.config.final_logit_softcapping, normed.split(LOG_NORMALIZER_ROWS)

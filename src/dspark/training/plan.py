@@ -18,7 +18,7 @@ from dspark.models.decoder import Decoder
 from dspark.models.families import config_from_hf
 from dspark.models.hub import resolve_model
 from dspark.models.weights import load_decoder, read_hf_config
-from dspark.training.build import drafter_config
+from dspark.training.build import drafter_config, spread_layers
 from dspark.training.config import TrainSettings
 from dspark.training.losses import CHUNK
 
@@ -66,7 +66,7 @@ def plan(settings: TrainSettings, lengths: np.ndarray | None, taps: tuple[int, .
     config = target_config(settings.target)
     with torch.device("meta"):
         target = Decoder(config)
-        shape = drafter_config(settings.drafter, target, taps or evenly_spread(config.num_hidden_layers))
+        shape = drafter_config(settings.drafter, target, taps or spread_layers(config.num_hidden_layers))
         drafter = Drafter(
             shape, target, None if shape.draft_vocab_size is None else torch.arange(shape.draft_vocab_size)
         )
@@ -105,11 +105,6 @@ def plan(settings: TrainSettings, lengths: np.ndarray | None, taps: tuple[int, .
         reads=(*settings.cache, *((settings.init_from,) if settings.init_from else ())),
         writes=tuple(settings.out / name for name in names),
     )
-
-
-def evenly_spread(num_layers: int, count: int = 5) -> tuple[int, ...]:
-    """Layers to tap where neither recipe nor cache names them: from the second to the one before the last's input."""
-    return tuple(sorted({int(i) for i in np.linspace(min(1, num_layers - 2), num_layers - 2, count).round()}))
 
 
 def target_config(name_or_path: str) -> DecoderConfig:

@@ -58,7 +58,6 @@ class Trainer:
         target: Decoder,
         drafter: Drafter,
         samples: SampleSource,
-        lengths: np.ndarray,
         export: Callable[[Drafter, Path], None],
         ranks: Ranks,
         measure: Callable[[Path], float] | None = None,
@@ -66,7 +65,7 @@ class Trainer:
         self.settings, self.target, self.drafter, self.samples, self.export = settings, target, drafter, samples, export
         self.ranks, self.measure, self.best = ranks, measure, Best()
         ranks.check(settings.accumulation)
-        self.sampler = EpochSampler(lengths, settings.batch_size, settings.seed)
+        self.sampler = EpochSampler(samples.lengths, settings.batch_size, settings.seed)
         self.steps_per_epoch = max(1, self.sampler.batches_per_epoch // settings.accumulation)
         self.total_steps = settings.max_steps or settings.epochs * self.steps_per_epoch
         self.module = TrainStep(drafter)
@@ -137,8 +136,8 @@ class Trainer:
         for micro in self.ranks.share(s.accumulation):
             index = step * s.accumulation + micro
             rng = np.random.default_rng([s.seed, index, 1])
-            samples = [self.samples[int(i)] for i in self.sampler.batch(index)]
-            batches.append(collate(samples, s.num_anchors, self.drafter.num_drafts, rng))
+            samples = self.samples.load(self.sampler.batch(index).tolist())
+            batches.append(collate(samples, s.num_anchors, self.drafter.num_drafts, rng, s.tokens_per_row))
         return batches
 
     def train_step(self, batches: list[TrainBatch]) -> MetricSums:
@@ -176,7 +175,8 @@ class Trainer:
             "step": self.step,
             "total_steps": self.total_steps,
             "settings": self.settings.identity(),
-            "draft_vocabulary": _digest(self.drafter.token_ids),
+            "draft_vocabulary": _vocabulary_digest(self.drafter.token_ids),
+            "samples": _digest(self.samples.lengths),
             "best": self.best.as_dict(),
         }
         self.states.save(self.step, self._tensors(), run)
@@ -199,7 +199,12 @@ class Trainer:
             raise CheckpointError(
                 f"{self.settings.out}: holds a run with other settings; choose another output or restore its recipe"
             )
-        if run["draft_vocabulary"] != _digest(self.drafter.token_ids):
+        if run["samples"] != _digest(self.samples.lengths):
+            raise CheckpointError(
+                f"{self.settings.out}: was trained on other samples; restore the cache or the conversations, or choose "
+                "another output and set init_from"
+            )
+        if run["draft_vocabulary"] != _vocabulary_digest(self.drafter.token_ids):
             raise CheckpointError(
                 f"{self.settings.out}: was trained on another draft vocabulary; has the cache changed? "
                 "Restore it, or choose another output and set init_from"
@@ -222,9 +227,14 @@ class Trainer:
         return {"model": model, "optimizer": optimizer, "feature_scale": self.drafter.backbone.feature_scale}
 
 
-def _digest(token_ids: Tensor | None) -> str | None:
+def _digest(values: np.ndarray) -> str:
+    """Names an array's contents."""
+    return hashlib.sha256(values.tobytes()).hexdigest()[:16]
+
+
+def _vocabulary_digest(token_ids: Tensor | None) -> str | None:
     """Names a draft vocabulary."""
-    return None if token_ids is None else hashlib.sha256(token_ids.cpu().numpy().tobytes()).hexdigest()[:16]
+    return None if token_ids is None else _digest(token_ids.cpu().numpy())
 
 
 def _draft_index(drafter: Drafter) -> Tensor | None:
