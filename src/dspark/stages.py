@@ -123,6 +123,7 @@ def open_samples(settings: TrainSettings, target: Target, ranks: Ranks) -> Itera
     identity = build.states_of(target, layers, settings.hidden_dtype)
     place = (ranks.rank, ranks.world_size)
     with HybridSamples(streamed, settings.cache[0], identity, settings.max_cache_bytes, place) as hybrid:
+        ranks.wait()  # every process has mended its part before others read it
         yield hybrid
 
 

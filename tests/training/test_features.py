@@ -104,6 +104,24 @@ def test_micro_batches_of_unequal_lengths(model: Target, rows: Samples, tmp_path
     assert run(streamed(model, rows)[0], "again") == losses(tmp_path / "streamed"), "a streamed run repeats itself"
 
 
+def test_a_streamed_run_resumes_bit_for_bit(
+    model: Target, rows: Samples, tmp_path: Path, alone: Ranks, run: Run
+) -> None:
+    expected = run(streamed(model, rows)[0], "whole")
+    cut = make_trainer(model.decoder, streamed(model, rows)[0], tmp_path / "cut", alone, SHAPE, {"max_steps": 4})
+    load_step = cut.load_step
+
+    def killed(step: int) -> object:
+        if step == 2:
+            raise SystemExit
+        return load_step(step)
+
+    cut.load_step = killed  # type: ignore[method-assign, assignment]
+    with pytest.raises(SystemExit):
+        cut.run()
+    assert run(streamed(model, rows)[0], "cut") == expected
+
+
 def test_a_store_stays_within_its_bytes(model: Target, rows: Samples, tmp_path: Path, run: Run) -> None:
     stream, capture = streamed(model, rows, batch_tokens=1)
     expected = run(stream, "streamed")

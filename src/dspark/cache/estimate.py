@@ -56,7 +56,7 @@ class CacheEstimate(NamedTuple):
             ("shards", f"about {self.num_shards:,}"),
             ("time", f"{_duration(self.seconds)} at {self.tokens_per_second:,.0f} tokens/s"),
         ]
-        return "\n".join(f"{name:<18} {value}" for name, value in lines)
+        return "\n".join(f"{name:<22} {value}" for name, value in lines)
 
 
 def estimate(target: Target, rows: Iterable[CacheRow], settings: CacheSettings) -> CacheEstimate:

@@ -101,7 +101,7 @@ class BlockGeometry:
     ) -> None:
         rows = torch.arange(config.query_rows, device=anchors.device)
         self.places = torch.arange(segment_ids.shape[1], device=anchors.device)
-        starts = _segment_starts(segment_ids, self.places)  # [B, S]
+        starts = segment_starts(segment_ids)  # [B, S]
         self.anchors, self.first = anchors, starts.gather(1, anchors)  # [B, A]: its conversation is [first, anchor)
         self.context_positions = self.places - starts  # [B, S]
         self.positions = (anchors - self.first)[..., None] + rows
@@ -126,8 +126,9 @@ class BlockGeometry:
         return self._bias[window]
 
 
-def _segment_starts(segment_ids: Tensor, places: Tensor) -> Tensor:
-    """Where the run of equal ids that a token stands in begins: [B, S] -> [B, S]."""
+def segment_starts(segment_ids: Tensor) -> Tensor:
+    """Where the conversation that a token belongs to begins in its row: [B, S] -> [B, S]."""
+    places = torch.arange(segment_ids.shape[1], device=segment_ids.device)
     begins = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)
     return torch.where(begins, places, 0).cummax(dim=1).values
 
