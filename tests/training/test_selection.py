@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_training import TAPS, Row, losses, make_trainer
+from tiny_training import TAPS, Samples, losses, make_trainer
 
 from dspark.drafters.dspark import Drafter
 from dspark.errors import ConfigError
@@ -26,12 +26,12 @@ class Judge:
         return self.values[len(self.seen) - 1]
 
 
-def judged(target: Decoder, rows: list[Row], out: Path, ranks: Ranks, judge: Judge, **changes: object) -> Trainer:
+def judged(target: Decoder, rows: Samples, out: Path, ranks: Ranks, judge: Judge, **changes: object) -> Trainer:
     held_out = {"prompts": ["unused.jsonl"], "every": 2} | {k: changes.pop(k) for k in ("patience",) if k in changes}
     return make_trainer(target, rows, out, ranks, {}, changes | {"held_out": held_out}, judge)
 
 
-def test_best_and_last_are_kept(target: Decoder, rows: list[Row], tmp_path: Path, alone: Ranks) -> None:
+def test_best_and_last_are_kept(target: Decoder, rows: Samples, tmp_path: Path, alone: Ranks) -> None:
     judge = Judge(1.5, 1.9, 1.7, 1.8)
     judged(target, rows, tmp_path, alone, judge).run()
     best, last = (torch.load(tmp_path / name / "drafter.pt") for name in ("best", "last"))
@@ -39,14 +39,14 @@ def test_best_and_last_are_kept(target: Decoder, rows: list[Row], tmp_path: Path
     assert not all(torch.equal(value, last[name]) for name, value in best.items())
 
 
-def test_a_run_that_gets_no_better_ends(target: Decoder, rows: list[Row], tmp_path: Path, alone: Ranks) -> None:
+def test_a_run_that_gets_no_better_ends(target: Decoder, rows: Samples, tmp_path: Path, alone: Ranks) -> None:
     trainer = judged(target, rows, tmp_path, alone, Judge(1.5, 1.4, 1.3, 9.9), patience=2)
     trainer.run()
     assert trainer.step == 6
     assert trainer.best.step == 2
 
 
-def test_a_resumed_run_remembers_its_best(target: Decoder, rows: list[Row], tmp_path: Path, alone: Ranks) -> None:
+def test_a_resumed_run_remembers_its_best(target: Decoder, rows: Samples, tmp_path: Path, alone: Ranks) -> None:
     trainer = judged(target, rows, tmp_path, alone, Judge(1.5, 1.4))
     select = trainer.select
 
@@ -62,12 +62,12 @@ def test_a_resumed_run_remembers_its_best(target: Decoder, rows: list[Row], tmp_
     assert len(losses(tmp_path)) == 8
 
 
-def made(target: Decoder, rows: list[Row], **shape: object) -> Drafter:
+def made(target: Decoder, rows: Samples, **shape: object) -> Drafter:
     recipe = DrafterShape.from_dict({"num_hidden_layers": 1, "block_size": 3, "mask_token_id": 1} | shape, "test")
     return new_drafter(drafter_config(recipe, target, TAPS), target, rows, seed=3)
 
 
-def test_dflash_becomes_dspark(target: Decoder, rows: list[Row]) -> None:
+def test_dflash_becomes_dspark(target: Decoder, rows: Samples) -> None:
     """All of its weights are kept, the draft vocabulary too; a fresh Markov head changes no logit."""
     dflash = made(target, rows, algorithm="dflash", draft_vocab_size=30)
     wanted = made(target, rows, draft_vocab_size=30, markov_rank=4, block_size=5).config
@@ -90,25 +90,25 @@ def test_dflash_becomes_dspark(target: Decoder, rows: list[Row]) -> None:
     ],
 )
 def test_weights_that_are_not_there_are_refused(
-    target: Decoder, rows: list[Row], shape: dict[str, object], message: str
+    target: Decoder, rows: Samples, shape: dict[str, object], message: str
 ) -> None:
     base = {"markov_rank": 4, "draft_vocab_size": 30}
     with pytest.raises(ConfigError, match=message):
         warm_start(made(target, rows, **base), made(target, rows, **(base | shape)).config, target, seed=0)
 
 
-def test_frozen_parameters_stay(target: Decoder, rows: list[Row], tmp_path: Path, alone: Ranks) -> None:
+def test_frozen_parameters_stay(target: Decoder, rows: Samples, tmp_path: Path, alone: Ranks) -> None:
     plain = make_trainer(target, rows, tmp_path / "plain", alone, {}, {})
     before = {name: p.detach().clone() for name, p in plain.drafter.named_parameters()}
     freeze(plain.drafter, ("backbone", "confidence_head"))
-    frozen = Trainer(plain.settings, target, plain.drafter, rows, plain.sampler.lengths, plain.export, alone)
+    frozen = Trainer(plain.settings, target, plain.drafter, plain.samples, plain.export, alone)
     frozen.run()
     moved = {name for name, p in frozen.drafter.named_parameters() if not torch.equal(p, before[name])}
     assert moved
     assert all(name.startswith("markov_head") for name in moved)
 
 
-def test_what_cannot_be_frozen_is_named(target: Decoder, rows: list[Row]) -> None:
+def test_what_cannot_be_frozen_is_named(target: Decoder, rows: Samples) -> None:
     drafter = made(target, rows)
     with pytest.raises(ConfigError, match="no parameter begins with 'bakbone'; the drafter has backbone"):
         freeze(drafter, ("bakbone",))
