@@ -28,11 +28,11 @@ def main() -> None:
     prompts = read_prompts(args.data, tuple(args.sets), args.prompts)
     session = open_pair(args.target, args.drafter, args.dtype, max_batch=args.batch)
     rows = []
-    with progress(2 * len(prompts), "accepted length", "set") as bar:
+    with progress(len(args.temperatures) * len(prompts), "accepted length", "set") as bar:
         for name, texts in prompts.items():
             ids = [session.prompt_ids([{"role": "user", "content": text}]) for text in texts]
             ids = [i for i in ids if len(i) + args.tokens < 4000]
-            for temperature in (0.0, 1.0):
+            for temperature in args.temperatures:
                 params = [
                     SamplingParams(max_tokens=args.tokens, temperature=temperature, seed=i) for i in range(len(ids))
                 ]
@@ -69,6 +69,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sets", nargs="+", default=list(ALL_SETS))
     parser.add_argument("--prompts", type=int, default=40, help="per set")
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--out", type=Path)
