@@ -33,7 +33,7 @@ KINDS: dict[str, type[Settings]] = {
 }
 
 
-@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").rglob("*.toml")), ids=lambda path: path.name)
 def test_every_recipe_loads(recipe: Path) -> None:
     load_recipe(KINDS[recipe.stem.split("-")[0]], recipe, ())
 
