@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dspark.drafters.dspark import Drafter
+from dspark.drafters.base import Drafter
 from dspark.models.attention import AttentionBatch
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder

@@ -24,7 +24,7 @@ from dspark.data.chat import ChatTemplate
 from dspark.data.conversation import Message, read_conversations
 from dspark.data.sources import read_prompts
 from dspark.data.template import Rendered, SkipReason, render_all
-from dspark.drafters.dspark import Drafter
+from dspark.drafters.base import Drafter
 from dspark.drafters.layouts.deepspec import read_drafter, write_drafter
 from dspark.engine.config import EngineSettings
 from dspark.engine.engine import Engine

@@ -5,8 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from dspark.drafters.base import Drafter
 from dspark.drafters.config import DrafterConfig
-from dspark.drafters.dspark import Drafter
+from dspark.drafters.eagle3 import Eagle3Drafter
+from dspark.drafters.factory import make_drafter as build
 from dspark.models.config import DecoderConfig, RopeConfig
 from dspark.models.decoder import Decoder
 
@@ -29,6 +31,18 @@ def target() -> Decoder:
         layer_types=("full_attention",) * LAYERS,
     )
     return Decoder(config).requires_grad_(False).eval()
+
+
+CHAIN = {
+    "algorithm": "eagle3",
+    "num_hidden_layers": 1,
+    "mask_token_id": None,
+    "markov_rank": 0,
+    "enable_confidence_head": False,
+    "confidence_head_with_markov": False,
+    "ttt_length": 4,
+    "block_size": 7,
+}
 
 
 @pytest.fixture
@@ -81,10 +95,20 @@ def make_drafter(target: Decoder) -> Callable[..., Drafter]:
         size = config.draft_vocab_size
         token_ids = None if size is None else torch.randperm(VOCAB)[:size].sort().values
         torch.manual_seed(1)
-        drafter = Drafter(config, target, token_ids)
+        drafter = build(config, target, token_ids)
         for p in drafter.parameters():
             if p.ndim > 1:
                 torch.nn.init.normal_(p, std=0.3)
+        return drafter
+
+    return make
+
+
+@pytest.fixture
+def make_chain(make_drafter: Callable[..., Drafter]) -> Callable[..., Eagle3Drafter]:
+    def make(**changes: object) -> Eagle3Drafter:
+        drafter = make_drafter(**(CHAIN | changes))
+        assert isinstance(drafter, Eagle3Drafter)
         return drafter
 
     return make

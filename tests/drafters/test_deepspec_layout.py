@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from dspark.drafters.dspark import Drafter
+from dspark.drafters.base import Drafter
 from dspark.drafters.layouts.deepspec import read_drafter, write_drafter
 from dspark.errors import CheckpointError
 from dspark.models.decoder import Decoder
@@ -158,7 +158,7 @@ def test_gemma4_layers_are_transformers_own(gemma4_target: Decoder, tmp_path: Pa
         hidden = drafter.backbone.draft(drafter.embed(ids), batch, cache)
         torch.testing.assert_close(hidden, reference.model(ids).last_hidden_state, rtol=1e-4, atol=1e-4)
         rows = SamplingRows(*(torch.tensor([x]) for x in (0.0, 0, 1.0, 0.0, 1)))
-        block = drafter.propose(ids[:, 0], batch, cache, rows, torch.tensor([0]))
+        block = drafter.propose(ids[:, 0], batch, cache, rows, torch.tensor([0]), drafter.num_drafts)
         head = drafter.markov_head
         first = wanted[0, 0] + head.markov_w2(head.markov_w1(ids[0, :1]))[0]
     assert int(block.tokens[0, 0]) == int(first.argmax())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark.drafters.dspark import Drafter
+from dspark.drafters.dspark import BlockDrafter
 from dspark.models.decoder import Decoder
 from dspark.spec.types import SamplingRows
 
@@ -26,12 +26,12 @@ def sequence(length: int, taps: int, hidden: int) -> tuple[Tensor, Tensor]:
     return ids, torch.randn(1, length, taps, hidden, generator=generator)
 
 
-def served_hidden(drafter: Drafter, ids: Tensor, features: Tensor, anchor: int) -> Tensor:
+def served_hidden(drafter: BlockDrafter, ids: Tensor, features: Tensor, anchor: int) -> Tensor:
     """Context of [0, anchor) injected, then one block drafted: [G, H]."""
     cache = drafter.new_cache(num_blocks=20, block_size=4)
     table = [7, 2, 9, 4, 5, 6, 11, 12]
     slots = torch.tensor([table[p // 4] * 4 + p % 4 for p in range(anchor)])
-    drafter.inject(features[0, :anchor], torch.arange(anchor), slots, cache)
+    drafter.inject(features[0, :anchor], ids[0, 1 : anchor + 1], torch.arange(anchor), slots, cache)
     batch = drafter.draft_batch([anchor], [table], 4)
     block = torch.full((1, drafter.config.query_rows), drafter.config.mask_token_id)
     block[0, 0] = ids[0, anchor]
@@ -40,7 +40,7 @@ def served_hidden(drafter: Drafter, ids: Tensor, features: Tensor, anchor: int) 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_hidden_states_agree(make_drafter: Callable[..., Drafter], variant: dict[str, object]) -> None:
+def test_hidden_states_agree(make_drafter: Callable[..., BlockDrafter], variant: dict[str, object]) -> None:
     drafter = make_drafter(**variant)
     ids, features = sequence(24, 3, 32)
     anchors = torch.tensor([[1, 6, 7, 8, 20]])
@@ -52,7 +52,7 @@ def test_hidden_states_agree(make_drafter: Callable[..., Drafter], variant: dict
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_nothing_leaks_from_the_future(make_drafter: Callable[..., Drafter], variant: dict[str, object]) -> None:
+def test_nothing_leaks_from_the_future(make_drafter: Callable[..., BlockDrafter], variant: dict[str, object]) -> None:
     """Changing tokens and features from position t on moves no block whose anchor is before t, neighbours included."""
     drafter = make_drafter(**variant)
     ids, features = sequence(24, 3, 32)
@@ -73,7 +73,7 @@ def test_nothing_leaks_from_the_future(make_drafter: Callable[..., Drafter], var
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_nothing_leaks_between_conversations_of_a_row(
-    make_drafter: Callable[..., Drafter], variant: dict[str, object]
+    make_drafter: Callable[..., BlockDrafter], variant: dict[str, object]
 ) -> None:
     """Blocks are those of each conversation alone, and changing one of them moves no block of its neighbours."""
     drafter = make_drafter(**variant)
@@ -101,7 +101,7 @@ def test_nothing_leaks_between_conversations_of_a_row(
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("size", [None, 17])
 def test_greedy_block_is_the_argmax_of_the_training_logits(
-    make_drafter: Callable[..., Drafter], kind: str, size: int | None
+    make_drafter: Callable[..., BlockDrafter], kind: str, size: int | None
 ) -> None:
     """Feed the drafted tokens back as ground truth: the training path's logits have their argmax at each draft."""
     drafter = make_drafter(markov_head_type=kind, draft_vocab_size=size).prepare()
@@ -110,7 +110,7 @@ def test_greedy_block_is_the_argmax_of_the_training_logits(
     table = list(range(1, 9))
     slots = torch.arange(4, 4 + 10)
     with torch.inference_mode():
-        drafter.inject(features[0, :10], torch.arange(10), slots, cache)
+        drafter.inject(features[0, :10], ids[0, 1:11], torch.arange(10), slots, cache)
         rows = SamplingRows(
             torch.zeros(1),
             torch.zeros(1, dtype=torch.long),
@@ -118,7 +118,8 @@ def test_greedy_block_is_the_argmax_of_the_training_logits(
             torch.zeros(1),
             torch.zeros(1, dtype=torch.long),
         )
-        block = drafter.propose(ids[:, 10], drafter.draft_batch([10], [table], 4), cache, rows, torch.tensor([10]))
+        batch = drafter.draft_batch([10], [table], 4)
+        block = drafter.propose(ids[:, 10], batch, cache, rows, torch.tensor([10]), drafter.num_drafts)
         hidden = drafter.train_hidden(ids, features, torch.tensor([[10]]), torch.tensor([[True]]))[0]
         previous = torch.cat([ids[:, 10:11], block.tokens[:, :-1]], dim=1)
         assert drafter.markov_head is not None
@@ -133,7 +134,7 @@ def test_greedy_block_is_the_argmax_of_the_training_logits(
         torch.testing.assert_close(block.confidence, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_serving_takes_the_targets_dtype(make_drafter: Callable[..., Drafter], target: Decoder) -> None:
+def test_serving_takes_the_targets_dtype(make_drafter: Callable[..., BlockDrafter], target: Decoder) -> None:
     """Beside a bfloat16 target the drafter's bytes are bfloat16 too, the feature scale folded in before rounding."""
     ids, features = sequence(24, 3, 32)
     exact = make_drafter()

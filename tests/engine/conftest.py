@@ -9,8 +9,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from dspark.drafters.base import Drafter
 from dspark.drafters.config import DrafterConfig
-from dspark.drafters.dspark import Drafter
+from dspark.drafters.dspark import BlockDrafter
+from dspark.drafters.eagle3 import Eagle3Drafter
+from dspark.drafters.factory import make_drafter as build
 from dspark.models.decoder import Decoder
 from dspark.models.target import Target, load_target
 from dspark.spec.types import DraftBlock
@@ -69,7 +72,7 @@ def random_model(path: Path, family: str, **changes: object) -> PreTrainedModel:
     return model
 
 
-class ScriptedDrafter(Drafter):
+class Scripted(Drafter):
     """A real drafter whose draws are overwritten by known continuations, so that runs of drafts are accepted.
 
     `script` maps a position and the anchor there to the drafts that follow; greedy requests only.
@@ -77,13 +80,30 @@ class ScriptedDrafter(Drafter):
 
     script: Callable[[int, int], list[int]]
 
-    def propose(self, anchors, batch, cache, rows, seq_lens) -> DraftBlock:
-        block = super().propose(anchors, batch, cache, rows, seq_lens)
-        drafts = [self.script(*where) for where in zip(seq_lens.tolist(), anchors.tolist(), strict=True)]
+    def propose(self, anchors, batch, cache, rows, seq_lens, num_drafts) -> DraftBlock:
+        block = super().propose(anchors, batch, cache, rows, seq_lens, num_drafts)
+        drafts = [self.script(*where)[:num_drafts] for where in zip(seq_lens.tolist(), anchors.tolist(), strict=True)]
         return block._replace(tokens=torch.tensor(drafts))
 
 
-def drafter_for(decoder: Decoder, cls: type[Drafter] = Drafter, **changes: object) -> Drafter:
+class ScriptedBlock(Scripted, BlockDrafter):
+    """DSpark, scripted."""
+
+
+class ScriptedChain(Scripted, Eagle3Drafter):
+    """EAGLE-3, scripted."""
+
+
+CHAIN = {
+    "algorithm": "eagle3",
+    "num_hidden_layers": 1,
+    "mask_token_id": None,
+    "markov_rank": 0,
+    "ttt_length": 4,
+}
+
+
+def drafter_for(decoder: Decoder, cls: Callable[..., Drafter] = build, **changes: object) -> Drafter:
     """A tiny drafter with random weights, four drafts a round unless changed."""
     torch.manual_seed(11)
     c = decoder.config
@@ -151,12 +171,20 @@ def make_drafter() -> Callable[..., Drafter]:
 
 
 @pytest.fixture(scope="session")
-def make_scripted() -> Callable[..., ScriptedDrafter]:
+def make_chain() -> Callable[..., Drafter]:
+    """make_chain(decoder, **config changes) -> an EAGLE-3 drafter, four drafts a round unless changed."""
+    return lambda decoder, **changes: drafter_for(decoder, **(CHAIN | changes))
+
+
+@pytest.fixture(scope="session")
+def make_scripted() -> Callable[..., Scripted]:
     """make_scripted(decoder, answers, wrong_every) -> a drafter that knows the answers to these prompts."""
 
-    def make(decoder: Decoder, answers: dict[tuple[int, ...], list[int]], wrong_every: int = 0) -> ScriptedDrafter:
-        drafter = drafter_for(decoder, ScriptedDrafter)
-        assert isinstance(drafter, ScriptedDrafter)
+    def make(
+        decoder: Decoder, answers: dict[tuple[int, ...], list[int]], wrong_every: int = 0, chain: bool = False
+    ) -> Scripted:
+        drafter = drafter_for(decoder, ScriptedChain, **CHAIN) if chain else drafter_for(decoder, ScriptedBlock)
+        assert isinstance(drafter, Scripted)
         drafter.script = follow(answers, drafter.num_drafts, wrong_every)
         return drafter
 

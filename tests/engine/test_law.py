@@ -38,6 +38,13 @@ def pair(make_model, make_drafter):
     return target, make_drafter(target.decoder, **changes), reference
 
 
+@pytest.fixture(scope="module")
+def chain_pair(pair, make_chain):
+    """The same target, and an EAGLE-3 drafter of three drafts."""
+    target, _, reference = pair
+    return target, make_chain(target.decoder, target_layer_ids=(0,), ttt_length=3), reference
+
+
 def filtered(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     """The law of one row, written down the long way."""
     p = np.exp((logits - logits.max()) / params.temperature)
@@ -112,6 +119,11 @@ def draw(pair, kinds: list[SamplingParams], trials: int) -> list[np.ndarray]:
 def test_first_three_tokens_follow_the_target(pair):
     (counts,) = draw(pair, [PLAIN], TRIALS)
     assert p_value(counts, exact_law(pair[2], PLAIN)) > 1e-3
+
+
+def test_chain_drafts_follow_the_target(chain_pair):
+    (counts,) = draw(chain_pair, [PLAIN], TRIALS // 2)
+    assert p_value(counts, exact_law(chain_pair[2], PLAIN)) > 1e-3
 
 
 def test_filters_follow_the_target(pair):

@@ -61,7 +61,7 @@ def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch, name: str, cap: f
     monkeypatch.setattr(losses, "CHUNK", 8)
     x, targets = problem(reduced, cap)
     fused = {k: x[k].clone().requires_grad_() for k in ("hidden", "feature", "w2")}
-    head = HeadWeights(x["head"], fused["w2"], cap, cap)
+    head = HeadWeights(x["head"], fused["w2"], draft_cap=cap, target_cap=cap)
     out = draft_losses(fused["hidden"], fused["feature"], head, targets, MIXES[name])
     (out.total * 0.5).backward()
     plain = {k: x[k].double().requires_grad_() for k in ("hidden", "feature", "w2")}
@@ -87,6 +87,25 @@ def test_without_a_sequential_head() -> None:
     assert plain.grad is not None
     assert hidden.grad is not None
     torch.testing.assert_close(hidden.grad.double(), plain.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "cap"), [*((name, None) for name in MIXES), ("all", 2.5)])
+def test_a_trained_lm_head(monkeypatch: pytest.MonkeyPatch, name: str, cap: float | None) -> None:
+    """The drafter's own rows get their gradient; the target's law comes from the target's rows."""
+    monkeypatch.setattr(losses, "CHUNK", 8)
+    x, targets = problem(True, cap)
+    hidden, own = x["hidden"].clone().requires_grad_(), torch.randn(x["head"].shape).requires_grad_()
+    out = draft_losses(hidden, None, HeadWeights(own, None, x["head"], cap, cap), targets, MIXES[name])
+    (out.total * 0.5).backward()
+    plain = {"hidden": x["hidden"].double().requires_grad_(), "head": own.detach().double().requires_grad_()}
+    zero = {"feature": torch.zeros(N, R).double(), "w2": torch.zeros(len(own), R).double()}
+    total, _ = reference(x | zero | plain, targets, MIXES[name], cap)
+    (total * 0.5).backward()
+    torch.testing.assert_close(out.total.double(), total, rtol=1e-5, atol=1e-5)
+    for leaf, exact in ((hidden, plain["hidden"]), (own, plain["head"])):
+        assert leaf.grad is not None
+        assert exact.grad is not None
+        torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_confidence_is_pulled_to_the_acceptance_rate() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_training import TAPS, Samples, losses, make_trainer
 
-from dspark.drafters.dspark import Drafter
+from dspark.drafters.base import Drafter
 from dspark.errors import ConfigError
 from dspark.models.decoder import Decoder
 from dspark.training.build import drafter_config, freeze, new_drafter, warm_start
@@ -95,6 +95,35 @@ def test_weights_that_are_not_there_are_refused(
     base = {"markov_rank": 4, "draft_vocab_size": 30}
     with pytest.raises(ConfigError, match=message):
         warm_start(made(target, rows, **base), made(target, rows, **(base | shape)).config, target, seed=0)
+
+
+CHAIN = {"algorithm": "eagle3", "draft_vocab_size": 30}
+
+
+def test_a_chain_goes_on_with_other_lengths_and_a_head_of_its_own(target: Decoder, rows: Samples) -> None:
+    """What a recipe cannot name, such as the norms of an original, is kept; the fresh head is the target's."""
+    config = made(target, rows, **CHAIN, ttt_length=3).config.replace(qk_norm=False)
+    read = new_drafter(config, target, rows, seed=4)
+    wanted = made(target, rows, **CHAIN, ttt_length=5, own_lm_head=True).config
+    chain = warm_start(read, wanted, target, seed=0)
+    assert (chain.num_drafts, chain.config.qk_norm) == (5, False)
+    weights = dict(chain.named_parameters())
+    for name, value in read.named_parameters():
+        assert torch.equal(weights[name], value), name
+    assert torch.equal(chain.lm_head_weight, chain.target_lm_head_weight)
+    with pytest.raises(ConfigError, match="init_from has own_lm_head True"):
+        warm_start(chain, read.config, target, seed=0)
+
+
+@pytest.mark.parametrize("block", [{"algorithm": "dflash"}, {"markov_rank": 4}])
+def test_a_chain_and_a_block_are_not_each_others_start(
+    target: Decoder, rows: Samples, block: dict[str, object]
+) -> None:
+    chain, other = made(target, rows, **CHAIN), made(target, rows, draft_vocab_size=30, **block)
+    for read, wanted in ((chain, other), (other, chain)):
+        message = f"init_from has algorithm '{read.config.algorithm}' .* '{wanted.config.algorithm}'"
+        with pytest.raises(ConfigError, match=message):
+            warm_start(read, wanted.config, target, seed=0)
 
 
 def test_frozen_parameters_stay(target: Decoder, rows: Samples, tmp_path: Path, alone: Ranks) -> None:

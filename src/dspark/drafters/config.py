@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from dspark.config import Settings
 from dspark.models.config import RopeConfig
 
+Algorithm = Literal["dspark", "dflash", "eagle3"]
+
 
 class DrafterConfig(Settings):
-    """Shape and conventions of a block drafter (DSpark paper section 3; DFlash is the same without heads).
+    """Shape and conventions of a drafter (DSpark paper section 3; DFlash is the same without heads; EAGLE-3).
 
     Field names follow the public DeepSpec checkpoints. `target_layer_ids` count decoder layers from 0; id i reads the
-    output of layer i and -1 the embedding output.
+    output of layer i and -1 the embedding output. `block_size`, `mask_token_id`, the slot and attention conventions and
+    the heads are those of block drafters; the last three fields are EAGLE-3's.
     """
 
-    algorithm: Literal["dspark", "dflash"] = "dspark"
+    algorithm: Algorithm = "dspark"
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -36,7 +39,7 @@ class DrafterConfig(Settings):
     num_target_layers: int
     target_layer_ids: tuple[int, ...]
     block_size: int = 7
-    mask_token_id: int
+    mask_token_id: int | None = None
     sample_from_anchor: bool = True
     block_attention: Literal["bidirectional", "causal"] = "bidirectional"
     markov_rank: int = 0
@@ -51,16 +54,29 @@ class DrafterConfig(Settings):
     """The values are the projected keys (gemma4 layers only)."""
     final_logit_softcapping: float | None = None
     """The LM head's logits x become cap * tanh(x / cap), before the sequential head adds to them."""
+    ttt_length: int = Field(7, ge=1)
+    """Steps of training-time test, and so drafts of a chain."""
+    step_loss_decay: float = Field(0.8, gt=0, le=1)
+    """Step k of training-time test weighs step_loss_decay ** k."""
+    own_lm_head: bool = False
+    """Whether the LM head is trained with the drafter; else it is the target's."""
 
     @property
     def num_drafts(self) -> int:
         """Draft tokens per round, gamma."""
+        if self.algorithm == "eagle3":
+            return self.ttt_length
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     @property
     def query_rows(self) -> int:
-        """Rows fed per round: the anchor and the masks; always `block_size` in both slot conventions."""
-        return self.block_size
+        """Rows fed per round: the anchor and the masks, `block_size` in both slot conventions; or those of a chain."""
+        return self.ttt_length if self.algorithm == "eagle3" else self.block_size
+
+    @property
+    def attention_width(self) -> int:
+        """Width of what the query, key and value projections read: EAGLE-3's read [embedding ; hidden]."""
+        return 2 * self.hidden_size if self.algorithm == "eagle3" else self.hidden_size
 
     @property
     def num_draft_logits(self) -> int:
@@ -87,8 +103,14 @@ class DrafterConfig(Settings):
             )
         if self.num_drafts < 1:
             raise ValueError("block_size leaves no draft token: raise it")
-        if not 0 <= self.mask_token_id < self.vocab_size:
+        if self.algorithm == "eagle3":
+            self._check_chain()
+        elif self.mask_token_id is None:
+            raise ValueError("mask_token_id is missing: name a token that the target never writes")
+        elif not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size}")
+        elif self.own_lm_head:
+            raise ValueError(f"own_lm_head is for eagle3: algorithm {self.algorithm} uses the target's LM head")
         if self.confidence_head_with_markov and not (self.enable_confidence_head and self.markov_rank):
             raise ValueError("confidence_head_with_markov needs enable_confidence_head and markov_rank > 0")
         if self.algorithm == "dflash" and (self.markov_rank or self.enable_confidence_head):
@@ -104,3 +126,11 @@ class DrafterConfig(Settings):
         if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(f"draft_vocab_size must be in 1..{self.vocab_size}")
         return self
+
+    def _check_chain(self) -> None:
+        if self.num_hidden_layers != 1:
+            raise ValueError(f"num_hidden_layers is {self.num_hidden_layers}: algorithm eagle3 has one layer")
+        if self.markov_rank or self.enable_confidence_head:
+            raise ValueError("algorithm eagle3 has neither markov_rank nor a confidence head: use dspark")
+        if self.window(0) is not None:
+            raise ValueError("algorithm eagle3 sees the whole context: layer_types must be full_attention")

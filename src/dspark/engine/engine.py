@@ -7,7 +7,7 @@ from itertools import count
 
 import torch
 
-from dspark.drafters.dspark import Drafter
+from dspark.drafters.base import Drafter
 from dspark.engine.blocks import BlockAllocator
 from dspark.engine.config import EngineSettings
 from dspark.engine.request import Completion, Origin, Request, SamplingParams

@@ -100,6 +100,11 @@ class Request:
         """Positions the longest possible answer fills."""
         return min(len(self.prompt_ids) + self.params.max_tokens, self.limit)
 
+    def last_ids(self, count: int) -> list[int]:
+        """The last `count` tokens of prompt and answer, the anchor among them."""
+        from_prompt = count - len(self.token_ids)
+        return (self.prompt_ids[-from_prompt:] if from_prompt > 0 else []) + self.token_ids[-count:]
+
     def extend(self, token_ids: list[int], origins: list[Origin]) -> tuple[int, str]:
         """Put out the tokens up to the first stop, and set `finish_reason` there.
 

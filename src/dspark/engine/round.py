@@ -120,7 +120,7 @@ class Round:
             request.seq_len += num_rows[-1]
             emissions.append(Emission(request, new[:count], text, origins[:count]))
         if forward.features.shape[2]:
-            self.runner.inject(forward, num_rows)
+            self.runner.inject(forward, requests, num_rows)
         return emissions
 
     def _run_prompts(self, window: Window) -> tuple[Forward, Tensor]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dspark.drafters.dspark import Drafter
+from dspark.drafters.base import Drafter
 from dspark.engine.config import EngineSettings
 from dspark.engine.request import Request
 from dspark.models.attention import AttentionBatch
@@ -69,21 +69,19 @@ class Runner:
         """One block of drafts per request."""
         assert self.drafter is not None
         batch = self.drafter.draft_batch(window.starts, window.block_tables, self.block_size)
-        block = self.drafter.propose(window.anchors, batch, self.draft_cache, window.rows, window.positions)
-        if block.num_drafts > self.num_drafts:
-            confidence = None if block.confidence is None else block.confidence[:, : self.num_drafts]
-            block = DraftBlock(
-                block.tokens[:, : self.num_drafts], block.probs[:, : self.num_drafts], block.token_ids, confidence
-            )
-        return block
+        return self.drafter.propose(
+            window.anchors, batch, self.draft_cache, window.rows, window.positions, self.num_drafts
+        )
 
-    def inject(self, forward: Forward, num_rows: list[int]) -> None:
-        """Give the drafter the features of the first num_rows[b] rows of each request."""
+    def inject(self, forward: Forward, requests: list[Request], num_rows: list[int]) -> None:
+        """Give the drafter the first num_rows[b] rows of each request, committed, and the tokens that follow them."""
         assert self.drafter is not None
         lens = torch.tensor(num_rows, device=self.device)
         keep = torch.arange(forward.features.shape[1], device=self.device) < lens[:, None]  # [B, T]
-        batch = forward.batch
-        self.drafter.inject(forward.features[keep], batch.positions[keep], batch.slots[keep], self.draft_cache)
+        following = [request.last_ids(count) for request, count in zip(requests, num_rows, strict=True)]
+        next_ids = torch.tensor([token for ids in following for token in ids], device=self.device)
+        batch, cache = forward.batch, self.draft_cache
+        self.drafter.inject(forward.features[keep], next_ids, batch.positions[keep], batch.slots[keep], cache)
 
 
 def num_window_positions(drafter: Drafter | None) -> int:

@@ -5,7 +5,7 @@ Hkv key/value heads, D head dimension.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
@@ -82,6 +82,30 @@ class AttentionBatch:
             kv_slots=kv_slots,
             real_rows=None if real is None else real.flatten().nonzero().squeeze(1),
             causal_from_zero=causal and num_keys == T and not bool(positions[:, 0].any()),
+        )
+
+    def row(self, index: int) -> Self:
+        """The same forward cut to one row of each request. What that row does not see is not read.
+
+        Every row of the batch must be real.
+        """
+        assert self.real_rows is None
+        visible_end = self.visible_end[:, index : index + 1]  # [B, 1]
+        num_keys = int(visible_end.max())
+        kv_slots = self.kv_slots
+        if kv_slots is not None:
+            seen = torch.arange(num_keys, device=visible_end.device) < visible_end
+            kv_slots = torch.where(seen, kv_slots.view(len(visible_end), -1)[:, :num_keys], 0).flatten()
+        return replace(
+            self,
+            positions=self.positions[:, index : index + 1],
+            slots=self.slots[:, index : index + 1],
+            visible_end=visible_end,
+            num_keys=num_keys,
+            contiguous=None if self.contiguous is None else (self.contiguous[0], num_keys),
+            kv_slots=kv_slots,
+            causal_from_zero=False,
+            _biases={},
         )
 
     def write(self, cache: PagedKVCache, layer: int, k: Tensor, v: Tensor) -> None:

@@ -73,10 +73,11 @@ class TrainBatch(NamedTuple):
 def anchor_candidates(loss_mask: np.ndarray) -> np.ndarray:
     """Positions that may be anchors: supervised, and the next token supervised too. [S] -> [<= S] ascending.
 
-    In serving the first answer token comes from prefill, so an anchor never sits on the prompt.
+    In serving the first answer token comes from prefill, so an anchor never sits on the prompt; a prompt has a token
+    at least, so none sits at position 0.
     """
     mask = loss_mask.astype(bool)
-    return np.flatnonzero(mask[:-1] & mask[1:])
+    return np.flatnonzero(mask[1:-1] & mask[2:]) + 1
 
 
 def sample_anchors(loss_mask: np.ndarray, num_anchors: int, rng: np.random.Generator) -> np.ndarray:

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dspark.drafters.base import Drafter
 from dspark.drafters.config import DrafterConfig
-from dspark.drafters.dspark import Drafter
+from dspark.drafters.factory import make_drafter
 from dspark.errors import ConfigError
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder
@@ -32,8 +33,6 @@ def drafter_config(shape: DrafterShape, target: Decoder, target_layer_ids: tuple
             f"drafter.target_layer_ids {list(shape.target_layer_ids)} are not the cache's {list(target_layer_ids)}: "
             "build the cache with the layers the drafter reads"
         )
-    if shape.algorithm == "dflash":
-        fields |= {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
     return DrafterConfig.from_dict(
         fields
         | {
@@ -81,35 +80,47 @@ def new_drafter(config: DrafterConfig, target: Decoder, samples: SampleSource, s
     token_ids = None
     if config.draft_vocab_size is not None:
         token_ids = frequent_tokens(samples, config.vocab_size, config.draft_vocab_size)
-    drafter = Drafter(config, target, token_ids)
+    drafter = make_drafter(config, target, token_ids)
     initialise(drafter, torch.Generator().manual_seed(seed))
     drafter.backbone.feature_scale.copy_(feature_scale(samples))
     return drafter
 
 
 def warm_start(read: Drafter, wanted: DrafterConfig, target: Decoder, seed: int) -> Drafter:
-    """The drafter `read` as the recipe wants it: its weights and draft vocabulary, another block size, new heads.
+    """The drafter `read` as the recipe wants it: its weights and draft vocabulary, other draft lengths, new heads.
 
-    Heads that the recipe names and `read` lacks (a DFlash drafter has none) start fresh. Raises ConfigError where the
-    recipe asks for other weights than there are.
+    Heads that the recipe names and `read` lacks (a DFlash drafter has none) start fresh; what no recipe can name
+    (norms, head size, rotation) is as in `read`. Raises ConfigError where the recipe asks for other weights than there
+    are.
     """
-    free = {"block_size"}
-    if not read.config.markov_rank:
-        free |= {"algorithm", "markov_rank", "markov_head_type", "confidence_head_with_markov"}
-    if not read.config.enable_confidence_head:
-        free |= {"enable_confidence_head", "confidence_head_with_markov"}
     ours, theirs = read.config.model_dump(), wanted.model_dump()
-    clash = next((name for name in ours if name not in free and ours[name] != theirs[name]), None)
+    fixed = DrafterShape.model_fields.keys() - _free_fields(read.config, wanted)
+    clash = next((name for name in ours if name in fixed and ours[name] != theirs[name]), None)
     if clash is not None:
         raise ConfigError(
             f"init_from has {clash} {ours[clash]!r} but the recipe's drafter {theirs[clash]!r}: "
             f"set drafter.{clash} to the former, or train from random weights"
         )
-    drafter = Drafter(wanted, target, read.token_ids)
+    wanted = wanted.replace(**{name: ours[name] for name in ours.keys() - DrafterShape.model_fields.keys()})
+    drafter = make_drafter(wanted, target, read.token_ids)
     initialise(drafter, torch.Generator().manual_seed(seed))
     drafter.load_state_dict(drafter.state_dict() | read.state_dict())
     drafter.backbone.feature_scale.copy_(read.backbone.feature_scale)
     return drafter
+
+
+def _free_fields(read: DrafterConfig, wanted: DrafterConfig) -> set[str]:
+    """What a recipe may set otherwise than the drafter that it starts from: nothing that the kept weights depend on."""
+    free = {"block_size", "ttt_length", "step_loss_decay"}
+    if "eagle3" in (read.algorithm, wanted.algorithm):
+        # The conventions of a block mean nothing to a chain.
+        free |= {"mask_token_id", "sample_from_anchor", "block_attention", "markov_head_type"}
+        return free if read.own_lm_head else free | {"own_lm_head"}
+    if not read.markov_rank:
+        free |= {"algorithm", "markov_rank", "markov_head_type", "confidence_head_with_markov"}
+    if not read.enable_confidence_head:
+        free |= {"enable_confidence_head", "confidence_head_with_markov"}
+    return free
 
 
 def freeze(drafter: Drafter, beginnings: tuple[str, ...]) -> None:
@@ -175,6 +186,8 @@ def initialise(drafter: Drafter, generator: torch.Generator) -> None:
         nn.init.zeros_(drafter.markov_head.markov_w2.weight)
     if drafter.confidence_head is not None:
         nn.init.zeros_(drafter.confidence_head.proj.weight)
+    if config.own_lm_head:
+        drafter.lm_head_weight.copy_(drafter.target_lm_head_weight)
 
 
 def _principal(embedding: Tensor, rank: int) -> Tensor:

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dspark.config import Settings
+from dspark.drafters.config import Algorithm
 from dspark.errors import ConfigError
+
+NO_HEADS = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "dspark": {},
+    "dflash": NO_HEADS,
+    "eagle3": NO_HEADS | {"num_hidden_layers": 1},
+}
+"""What an algorithm fixes in the drafter's shape."""
+LOSSES: Mapping[str, Mapping[str, float]] = {
+    "dspark": {},
+    "dflash": {"ce": 1.0, "l1": 0.0, "confidence": 0.0},
+    "eagle3": {"ce": 0.0, "soft_ce": 1.0, "l1": 0.0, "confidence": 0.0},
+}
+"""Loss terms of an algorithm's public release, where a run names no others."""
 
 
 class LossMix(Settings):
-    """Weights of the loss terms; the defaults are the public release's."""
+    """Weights of the loss terms; the defaults are the public DSpark release's (see `LOSSES` for the others)."""
 
     ce: float = 0.1
     """Cross-entropy on the true next token."""
@@ -23,13 +40,13 @@ class LossMix(Settings):
     confidence: float = 1.0
     """Binary cross-entropy of the confidence head against 1 - L1/2."""
     decay: float = 4.0
-    """Slot k weighs exp(-k / decay)."""
+    """Slot k weighs exp(-k / decay); for EAGLE-3 set `step_loss_decay` of the drafter instead."""
 
 
 class DrafterShape(Settings):
-    """The drafter to train; what is not named here is the target's."""
+    """The drafter to train; what is not named here is the target's, or fixed by the algorithm (`SHAPES`)."""
 
-    algorithm: Literal["dspark", "dflash"] = "dspark"
+    algorithm: Algorithm = "dspark"
     num_hidden_layers: int = 2
     intermediate_size: int | None = None
     """None: the target's."""
@@ -40,7 +57,8 @@ class DrafterShape(Settings):
     target_layer_ids: tuple[int, ...] = ()
     """Empty: those of the cache; without a cache five, spread evenly."""
     block_size: int = 7
-    mask_token_id: int
+    mask_token_id: int | None = None
+    """A token that the target never writes; block drafters need one."""
     sample_from_anchor: bool = True
     block_attention: Literal["bidirectional", "causal"] = "bidirectional"
     markov_rank: int = 64
@@ -49,6 +67,19 @@ class DrafterShape(Settings):
     confidence_head_with_markov: bool = True
     draft_vocab_size: int | None = None
     """Keep the most frequent tokens of the training answers; None keeps all."""
+    ttt_length: int = Field(7, ge=1)
+    """EAGLE-3: steps of training-time test, and so drafts of a round."""
+    step_loss_decay: float = Field(0.8, gt=0, le=1)
+    """EAGLE-3: step k weighs step_loss_decay ** k."""
+    own_lm_head: bool = False
+    """EAGLE-3: train an LM head, which starts from the target's rows, instead of using those frozen."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fixed_by_the_algorithm(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        return {**SHAPES.get(str(data.get("algorithm", "dspark")), {}), **data}
 
 
 class HeldOut(Settings):
@@ -130,6 +161,27 @@ class TrainSettings(Settings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     num_threads: int | None = None
     """CPU threads; None: torch's default."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _losses_of_the_algorithm(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        drafter, loss = data.get("drafter"), data.get("loss", {})
+        if not isinstance(drafter, Mapping) or not isinstance(loss, Mapping):
+            return data
+        algorithm = str(drafter.get("algorithm", "dspark"))
+        if algorithm == "eagle3" and "decay" in loss:
+            raise ValueError("loss.decay is for block drafters: with eagle3 set drafter.step_loss_decay")
+        return {**data, "loss": {**LOSSES.get(algorithm, {}), **loss}}
+
+    @property
+    def slot_decay(self) -> float:
+        """Slot k weighs exp(-k / slot_decay), whatever the algorithm."""
+        if self.drafter.algorithm != "eagle3":
+            return self.loss.decay
+        ratio = self.drafter.step_loss_decay
+        return math.inf if ratio == 1 else -1 / math.log(ratio)
 
     def check_features(self) -> None:
         """Raise `ConfigError` where the settings do not say where samples come from, or say it twice."""

@@ -24,11 +24,12 @@ CHUNK = 128
 
 
 class HeadWeights(NamedTuple):
-    """The two matrices that make draft logits: the frozen LM head rows and the trained Markov projection."""
+    """The matrices that make draft logits and, from the target's states, target logits."""
 
-    lm_head: Tensor  # [Vd, H]
-    markov_w2: Tensor | None  # [Vd, r]
-    draft_cap: float | None = None  # soft cap of the head's logits, before the sequential head's are added
+    lm_head: Tensor  # [Vd, H] rows of the draft vocabulary
+    markov_w2: Tensor | None  # [Vd, r] the trained Markov projection
+    target_lm_head: Tensor | None = None  # [Vd, H] the target's rows where `lm_head` is the drafter's own
+    draft_cap: float | None = None  # soft cap of the LM head's logits, before the sequential head's are added
     target_cap: float | None = None  # and of the target's
 
 
@@ -57,10 +58,11 @@ def draft_losses(
 ) -> SlotLosses:
     """Losses of N draft slots: hidden [N, H] and Markov features [N, r] (None without a sequential head).
 
-    Gradients flow to `hidden`, `feature` and `head.markov_w2`; the LM head and the target are constants.
+    Gradients flow to `hidden`, `feature`, `head.markov_w2` and, if it is trained, `head.lm_head`; the target is
+    constant.
     """
     order = targets.position.argsort(stable=True)
-    arguments = (hidden, feature, head.markov_w2, head, targets, order, mix)
+    arguments = (hidden, feature, *head, targets, order, mix)
     outputs = _FusedLosses.apply(*arguments)  # type: ignore[no-untyped-call]
     return SlotLosses(*outputs)
 
@@ -70,28 +72,31 @@ class _FusedLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        hidden, feature, w2, head, targets, order, mix = args
-        lm_head, cap = head.lm_head, head.draft_cap
+        (hidden, feature), head, (targets, order, mix) = args[:2], HeadWeights(*args[2:7]), args[7:]
+        lm_head, w2, cap = head.lm_head, head.markov_w2, head.draft_cap
         n = hidden.shape[0]
         rows = {name: torch.zeros(n, device=hidden.device) for name in ("ce", "soft_ce", "l1", "top1")}
         grad_hidden = torch.zeros_like(hidden)
         grad_feature = None if feature is None else torch.zeros_like(feature)
         grad_w2 = None if w2 is None else torch.zeros(w2.shape, dtype=torch.float32, device=w2.device)
+        grad_head = torch.zeros(lm_head.shape, device=lm_head.device) if ctx.needs_input_grad[2] else None
         for start in range(0, n, CHUNK):
             index = order[start : start + CHUNK]
             u, f = hidden[index], None if feature is None else feature[index]
             base = softcap(u @ lm_head.T, cap)
-            logits = base if f is None else base + f @ w2.T
+            logits = base if f is None or w2 is None else base + f @ w2.T
             losses, grad = _chunk(logits.float(), head, targets, index, mix)
             for name, value in losses.items():
                 rows[name][index] = value
             grad = grad.to(hidden.dtype)
             through_cap = grad if cap is None else grad * (1 - (base / cap) ** 2)
             grad_hidden[index] = through_cap @ lm_head
-            if f is not None and grad_feature is not None and grad_w2 is not None:
+            if f is not None and w2 is not None and grad_feature is not None and grad_w2 is not None:
                 grad_feature[index] = grad @ w2
                 grad_w2 += grad.T @ f
-        ctx.save_for_backward(grad_hidden, grad_feature, grad_w2)
+            if grad_head is not None:
+                grad_head += through_cap.T @ u
+        ctx.save_for_backward(grad_hidden, grad_feature, grad_head, grad_w2)
         weighted = mix.ce * rows["ce"] + mix.soft_ce * rows["soft_ce"] + mix.l1 * rows["l1"]
         outputs = ((targets.weight * weighted).sum(), rows["ce"], rows["soft_ce"], rows["l1"], rows["top1"])
         ctx.mark_non_differentiable(*outputs[1:])
@@ -101,7 +106,7 @@ class _FusedLosses(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         scale = grads[0]
         scaled = (None if g is None else g * scale for g in ctx.saved_tensors)
-        return (*scaled, None, None, None, None)
+        return (*scaled, *(None,) * 6)
 
 
 def _chunk(
@@ -109,7 +114,8 @@ def _chunk(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """One chunk: draft logits [C, Vd] fp32 -> per-slot losses [C] and the gradient of their weighted sum [C, Vd]."""
     unique, inverse = torch.unique_consecutive(targets.position[index], return_inverse=True)
-    target_logits = softcap(targets.hidden[unique] @ head.lm_head.T, head.target_cap).float()
+    rows = head.lm_head if head.target_lm_head is None else head.target_lm_head
+    target_logits = softcap(targets.hidden[unique] @ rows.T, head.target_cap).float()
     best = argmax(target_logits)[inverse]
     p = torch.exp(target_logits - targets.log_normalizer[unique, None])
     inside = p.sum(dim=-1)[inverse]  # target mass on the draft vocabulary; the rest can never be drafted

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dspark.drafters.dspark import Drafter
+from dspark.drafters.base import Drafter
 from dspark.models.decoder import Decoder
 from dspark.models.layers import softcap
 from dspark.training.batch import TrainBatch, slot_weights
@@ -28,6 +28,14 @@ class Objective(NamedTuple):
     metrics: dict[str, tuple[Tensor, Tensor]]
 
 
+class Weighting(NamedTuple):
+    """What a run weighs: the loss terms, the slots, and which labels the draft vocabulary holds."""
+
+    mix: LossMix
+    decay: float  # slot k weighs exp(-k / decay)
+    draft_index: Tensor | None  # [V] target id -> draft index, -1 outside the draft vocabulary; None: same vocabulary
+
+
 class TrainStep(nn.Module):
     """`micro_objective` as a module, so that whatever shards or gathers parameters surrounds every use of them."""
 
@@ -35,18 +43,13 @@ class TrainStep(nn.Module):
         super().__init__()
         self.drafter = drafter
 
-    def forward(self, target: Decoder, batch: TrainBatch, mix: LossMix, draft_index: Tensor | None) -> Objective:
-        return micro_objective(self.drafter, target, batch, mix, draft_index)
+    def forward(self, target: Decoder, batch: TrainBatch, weighting: Weighting) -> Objective:
+        return micro_objective(self.drafter, target, batch, weighting)
 
 
-def micro_objective(
-    drafter: Drafter, target: Decoder, batch: TrainBatch, mix: LossMix, draft_index: Tensor | None
-) -> Objective:
-    """Losses and metrics of one micro-batch.
-
-    `draft_index` [V] maps a target id to its draft index (-1: not in the draft vocabulary); None: same vocabulary.
-    """
-    mask = batch.slot_mask
+def micro_objective(drafter: Drafter, target: Decoder, batch: TrainBatch, weighting: Weighting) -> Objective:
+    """Losses and metrics of one micro-batch. A chain's steps are its slots, so that all drafters share the terms."""
+    mask, (mix, decay, draft_index) = batch.slot_mask, weighting
     hidden = drafter.train_hidden(batch.token_ids, batch.features, batch.anchors, batch.valid, batch.segment_ids)
     offsets = batch.anchors[..., None] + torch.arange(mask.shape[-1], device=mask.device)  # [B, A, G]
     offsets = offsets.clamp(max=batch.token_ids.shape[1] - 2)
@@ -58,7 +61,7 @@ def micro_objective(
         feature, embedded = head.block(previous.flatten(0, 1), hidden.flatten(0, 1))
         feature, embedded = feature.view(*mask.shape, -1)[mask], embedded.view(*mask.shape, -1)[mask]
     rows = torch.arange(len(mask), device=mask.device)[:, None, None] * batch.token_ids.shape[1]
-    weight = slot_weights(mask, mix.decay)[mask]
+    weight = slot_weights(mask, decay)[mask]
     targets = SlotTargets(
         *_target_rows(target, batch),
         position=(offsets + rows)[mask],
@@ -69,6 +72,7 @@ def micro_objective(
     weights = HeadWeights(
         drafter.lm_head_weight.to(dtype),
         None if head is None else head.markov_w2.weight.to(dtype),
+        drafter.target_lm_head_weight.to(dtype) if drafter.config.own_lm_head else None,
         drafter.config.final_logit_softcapping,
         target.config.final_logit_softcapping,
     )

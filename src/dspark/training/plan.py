@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dspark.drafters.dspark import Drafter
+from dspark.drafters.factory import make_drafter
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder
 from dspark.models.families import config_from_hf
@@ -67,7 +67,7 @@ def plan(settings: TrainSettings, lengths: np.ndarray | None, taps: tuple[int, .
     with torch.device("meta"):
         target = Decoder(config)
         shape = drafter_config(settings.drafter, target, taps or spread_layers(config.num_hidden_layers))
-        drafter = Drafter(
+        drafter = make_drafter(
             shape, target, None if shape.draft_vocab_size is None else torch.arange(shape.draft_vocab_size)
         )
     sizes = {name: p.numel() for name, p in drafter.named_parameters()}

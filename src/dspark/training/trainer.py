@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from dspark.drafters.dspark import Drafter
+from dspark.drafters.base import Drafter
 from dspark.errors import CheckpointError
 from dspark.log import get_logger, progress
 from dspark.models.decoder import Decoder
@@ -23,7 +23,7 @@ from dspark.training.batch import SampleSource, TrainBatch, collate, slot_weight
 from dspark.training.checkpoint import StateWriter, latest_state, load_tensors
 from dspark.training.config import TrainSettings
 from dspark.training.metrics import MetricLog, MetricSums
-from dspark.training.objective import TrainStep
+from dspark.training.objective import TrainStep, Weighting
 from dspark.training.optim import build_optimizer, learning_rate
 from dspark.training.parallel import Ranks, peak_memory, whole_tensor
 from dspark.training.sampler import EpochSampler
@@ -71,7 +71,7 @@ class Trainer:
         self.module = TrainStep(drafter)
         ranks.shard(self.module)
         self.optimizer = build_optimizer(self.module, settings)
-        self.draft_index = _draft_index(drafter)
+        self.weighting = Weighting(settings.loss, settings.slot_decay, _draft_index(drafter))
         self.states = StateWriter(settings.out / "states", ranks)
         self.step = 0
         self.stop_requested = False
@@ -146,7 +146,7 @@ class Trainer:
         A micro-batch with nothing to train runs like any other, so that the processes stay in step.
         """
         s, device = self.settings, self.ranks.device
-        weight_sum = sum(float(slot_weights(b.slot_mask, s.loss.decay).sum()) for b in batches)
+        weight_sum = sum(float(slot_weights(b.slot_mask, s.slot_decay).sum()) for b in batches)
         weight_sum = max(self.ranks.total(weight_sum), 1e-9)
         rate = learning_rate(self.step, self.total_steps, s)
         for group in self.optimizer.param_groups:
@@ -155,7 +155,7 @@ class Trainer:
         for i, batch in enumerate(batches):
             self.ranks.sync_gradients(self.module, last=i == len(batches) - 1)
             with torch.autocast(device.type, torch.bfloat16, enabled=s.compute_dtype == "bfloat16"):
-                objective = self.module(self.target, batch.to(device), s.loss, self.draft_index)
+                objective = self.module(self.target, batch.to(device), self.weighting)
             (objective.loss / weight_sum).backward()
             sums.add(objective.metrics, objective.loss, weight_sum, batch)
         norm = whole_tensor(torch.nn.utils.clip_grad_norm_(self.module.parameters(), s.max_grad_norm))

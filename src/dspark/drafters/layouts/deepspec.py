@@ -7,6 +7,7 @@ be the target's. Our extra fields stand under `dspark` in the config, our extra 
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dspark.drafters.base import Drafter
 from dspark.drafters.config import DrafterConfig
-from dspark.drafters.dspark import Drafter
+from dspark.drafters.factory import make_drafter
+from dspark.drafters.layouts.eagle import ARCHITECTURE as EAGLE_ORIGINAL
+from dspark.drafters.layouts.eagle import is_original, original_name, parse_original
 from dspark.errors import CheckpointError, ConfigError
 from dspark.files import atomic_path
 from dspark.models.config import DecoderConfig
@@ -25,17 +29,24 @@ from dspark.models.families import config_from_hf, config_to_hf
 from dspark.models.weights import read_json
 
 WEIGHTS_NAME = "model.safetensors"
+PICKLE_NAME = "pytorch_model.bin"  # what most EAGLE-3 originals are published as
 ARCHITECTURES = {
     "Qwen3DSparkModel": "dspark",
     "Qwen3DFlashModel": "dflash",
+    "Qwen3Eagle3Model": "eagle3",
     "Gemma4DSparkModel": "dspark",  # DFlash too: with markov_rank 0 and no confidence head
+    "Gemma4Eagle3Model": "eagle3",
 }
 DECODERS = {"qwen3": "Qwen3ForCausalLM", "gemma4": "Gemma4ForCausalLM"}  # by layer style: whose config a file has
-OWN_FIELDS = ("sample_from_anchor", "block_attention", "draft_vocab_size", "final_logit_softcapping")
-SHARED_FIELDS = (
-    "num_target_layers", "block_size", "mask_token_id", "markov_rank", "markov_head_type",
+OWN_FIELDS = (
+    "sample_from_anchor", "block_attention", "draft_vocab_size", "final_logit_softcapping", "qk_norm", "own_lm_head",
+)  # fmt: skip
+BLOCK_FIELDS = (
+    "block_size", "mask_token_id", "markov_rank", "markov_head_type",
     "enable_confidence_head", "confidence_head_with_markov",
 )  # fmt: skip
+CHAIN_FIELDS = ("ttt_length", "step_loss_decay")
+SHARED_FIELDS = ("num_target_layers", *BLOCK_FIELDS, *CHAIN_FIELDS)
 TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -47,16 +58,22 @@ def read_drafter(path: str | Path, target: Decoder, target_digest: str | None = 
     """
     directory = Path(path)
     raw = read_json(directory / "config.json")
-    config = parse_config(raw, str(directory / "config.json"))
+    original, where = is_original(raw), str(directory / "config.json")
+    config = parse_original(raw, where, target.config.num_hidden_layers) if original else parse_config(raw, where)
     wanted = raw.get("dspark", {}).get("target_digest")
     if wanted and target_digest and wanted != target_digest:
         name = raw["dspark"].get("target", "another model")
         raise CheckpointError(f"{directory}: was trained for {name} ({wanted}), not for this target ({target_digest})")
-    tensors = _load(directory / WEIGHTS_NAME)
+    tensors = (
+        _load_pickle(directory / PICKLE_NAME) if original and _pickled(directory) else _load(directory / WEIGHTS_NAME)
+    )
     token_ids = _vocabulary_map(tensors, config, directory)
-    drafter = Drafter(config, target, token_ids)
+    drafter = make_drafter(config, target, token_ids)
     _check_copies(tensors, drafter, directory)
-    expected = {_stored(name): p.shape for name, p in drafter.named_parameters()}
+    stored = {
+        name: original_name(_stored(name)) if original else _stored(name) for name, _ in drafter.named_parameters()
+    }
+    expected = {stored[name]: p.shape for name, p in drafter.named_parameters()}
     if missing := sorted(expected.keys() - tensors.keys()):
         raise CheckpointError(f"{directory}: missing tensor {missing[0]} ({len(missing)} in all)")
     if unexpected := sorted(tensors.keys() - expected.keys()):
@@ -64,8 +81,7 @@ def read_drafter(path: str | Path, target: Decoder, target_digest: str | None = 
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             raise CheckpointError(f"{directory}: {name} is {tuple(tensors[name].shape)}, expected {tuple(shape)}")
-    own = {name: tensors[_stored(name)] for name, _ in drafter.named_parameters()}
-    drafter.load_state_dict(own)
+    drafter.load_state_dict({name: tensors[file_name] for name, file_name in stored.items()})
     return drafter
 
 
@@ -95,17 +111,19 @@ def parse_config(raw: dict[str, Any], where: str) -> DrafterConfig:
     """config.json -> DrafterConfig. Raises CheckpointError naming the file and field."""
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in ARCHITECTURES:
-        raise CheckpointError(f"{where}: architectures {names}: not a known drafter; known: {', '.join(ARCHITECTURES)}")
+        known = ", ".join((*ARCHITECTURES, EAGLE_ORIGINAL))
+        raise CheckpointError(f"{where}: architectures {names}: not a known drafter; known: {known}")
     style = "gemma4" if names[0].startswith("Gemma4") else "qwen3"
     shape = config_from_hf(raw | {"architectures": [DECODERS[style]]}, where)
     fields = {name: raw[name] for name in SHARED_FIELDS if raw.get(name) is not None}
     own = {name: raw[name] for name in OWN_FIELDS if name in raw}
+    algorithm = ARCHITECTURES[names[0]]
+    if algorithm == "dspark" and not (fields.get("markov_rank") or fields.get("enable_confidence_head")):
+        algorithm = "dflash"
     try:
         return DrafterConfig.from_dict(
             {
-                "algorithm": ARCHITECTURES[names[0]]
-                if fields.get("markov_rank") or fields.get("enable_confidence_head")
-                else "dflash",
+                "algorithm": algorithm,
                 "layer_style": style,
                 **_network(shape, where),
                 "target_layer_ids": raw.get("target_layer_ids", []),
@@ -122,13 +140,15 @@ def dump_config(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
     """DrafterConfig -> the flat config.json of the release."""
     layers = config.layer_types or ("full_attention",) * config.num_hidden_layers
     shape = {name: getattr(config, name) for name in _DECODER_FIELDS if name != "layer_types"}
-    architecture = {v: k for k, v in ARCHITECTURES.items() if k.startswith("Qwen3")}[config.algorithm]
     if config.layer_style == "gemma4":
-        architecture = "Gemma4DSparkModel"
         shared = config.num_key_value_heads if config.attention_k_eq_v else None
         shape |= {"local_rope": config.rope, "global_head_dim": config.head_dim, "num_global_key_value_heads": shared}
     decoder = DecoderConfig(architecture=DECODERS[config.layer_style], layer_types=layers, **shape)
-    fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, *OWN_FIELDS)}
+    kind = CHAIN_FIELDS if config.algorithm == "eagle3" else BLOCK_FIELDS
+    fields = {name: getattr(config, name) for name in ("num_target_layers", *kind, *OWN_FIELDS)}
+    style = config.layer_style
+    algorithm = "dspark" if style == "gemma4" and config.algorithm == "dflash" else config.algorithm
+    architecture = next(k for k, v in ARCHITECTURES.items() if v == algorithm and k.lower().startswith(style))
     return config_to_hf(decoder, str(dtype).removeprefix("torch.")) | {
         "architectures": [architecture],
         "target_layer_ids": list(config.target_layer_ids),
@@ -167,6 +187,19 @@ def _load(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: damaged or truncated ({error}); fetch it again") from None
 
 
+def _pickled(directory: Path) -> bool:
+    return (directory / PICKLE_NAME).is_file() and not (directory / WEIGHTS_NAME).is_file()
+
+
+def _load_pickle(path: Path) -> dict[str, Tensor]:
+    """Tensors of a pickled file; anything else in it is refused."""
+    try:
+        tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path}: damaged, or holds more than tensors ({error}); fetch it again") from None
+    return tensors
+
+
 def _vocabulary_map(tensors: dict[str, Tensor], config: DrafterConfig, where: Path) -> Tensor | None:
     """Take d2t and t2d out of `tensors` and return the target ids of the draft vocabulary, checked."""
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
@@ -186,8 +219,10 @@ def _vocabulary_map(tensors: dict[str, Tensor], config: DrafterConfig, where: Pa
 
 def _check_copies(tensors: dict[str, Tensor], drafter: Drafter, where: Path) -> None:
     """Drop copies of the target's embedding and LM head after checking that they are the target's."""
-    theirs = dict(zip(TARGET_COPIES, (drafter.embedding_weight, drafter.lm_head_weight), strict=True))
-    for name in TARGET_COPIES:
+    theirs = dict(zip(TARGET_COPIES, (drafter.embedding_weight, drafter.target_lm_head_weight), strict=True))
+    if drafter.config.own_lm_head:
+        del theirs["lm_head.weight"]
+    for name in theirs:
         copy = tensors.pop(name, None)
         if copy is None:
             continue

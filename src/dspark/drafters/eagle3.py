@@ -1,0 +1,186 @@
+"""EAGLE-3: one layer that drafts a token at a time, from fused target features and then from its own hidden states.
+
+Row t reads the embedding of token t + 1 and a hidden state of position t, stands at RoPE position t, and predicts token
+t + 2. In a context row that state is fused from the target's features; in a chain row it is the layer's output one row
+before. With the anchor at position a, the chain starts at row a - 1: its first row is a context row.
+
+Shapes: B requests or sequences, N flat rows, A anchors, G draft slots, S tokens, H hidden, m tapped layers, h/hk query
+and key heads, D head size, Vd draft vocabulary. Source: EAGLE-3 (arXiv 2503.01840), sections 3.1-3.2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dspark.drafters.backbone import DraftLayer, FeatureFusion, KeysValues, segment_starts, visibility_bias
+from dspark.drafters.base import Drafter
+from dspark.drafters.config import DrafterConfig
+from dspark.models.attention import AttentionBatch
+from dspark.models.decoder import Decoder
+from dspark.models.kv_cache import PagedKVCache
+from dspark.spec.types import DraftBlock, SamplingRows
+
+
+class Eagle3Layer(DraftLayer):
+    """A decoder layer whose attention reads [embedding ; hidden], 2H wide; the residual stream carries the hidden."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config, 0)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def attention_input(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """[..., H] twice -> [..., 2H]."""
+        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
+
+
+class Eagle3Backbone(FeatureFusion):
+    """`fc` fuses the tapped target states; the layer turns one row's state into the next row's."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__(config, [Eagle3Layer(config)])
+
+    @property
+    def layer(self) -> Eagle3Layer:
+        """The one layer."""
+        layer = self.layers[0]
+        assert isinstance(layer, Eagle3Layer)
+        return layer
+
+    def step(self, embedded: Tensor, hidden: Tensor, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
+        """Serving: one row a request, embedded and hidden [B, 1, H] -> the next hidden state [B, 1, H], not normed."""
+        rotation = self.rotary(batch.positions, hidden.dtype)
+        x = self.layer.attention_input(embedded, hidden)
+        return self.layer.after_attention(hidden, self.layer.self_attn.cached(x, rotation, batch, cache))
+
+    def train_chains(
+        self, features: Tensor, following: Tensor, fed: Tensor, anchors: Tensor, segment_ids: Tensor | None = None
+    ) -> Tensor:
+        """Training-time test: every anchor's chain, fed with the true tokens and its own hidden states.
+
+        features [B, S, m, H]; following [B, S, H], the embedding of each place's next token; fed [B, A, G, H], the
+        embeddings of the anchor and the tokens after it; anchors [B, A] >= 1, places in the row; segment_ids [B, S],
+        the row's conversations (None: one a row) -> normed hidden [B, A, G, H].
+
+        Row 0 is the context row at anchor - 1. Row k sees its conversation before that row and the rows 0..k of its own
+        chain: never another anchor's chain, never a context row that the target has not reached yet. Positions count
+        from the beginning of each conversation.
+        """
+        attention, fused = self.layer.self_attn, self.fuse(features)
+        if segment_ids is None:
+            segment_ids = anchors.new_zeros(features.shape[:2])
+        places, starts = torch.arange(features.shape[1], device=anchors.device), segment_starts(segment_ids)
+        inputs = self.layer.attention_input(following, fused)
+        context = attention.keys_values(inputs, self.rotary(places - starts, fused.dtype))
+        roots, first = (
+            (anchors - 1)[..., None],
+            starts.gather(1, anchors)[..., None],
+        )  # [B, A, 1]: context [first, root)
+        bias = visibility_bias(((places >= first) & (places < roots))[:, :, None])  # [B, 1, 1, A, 1, S]
+        hidden = fused.gather(1, roots.expand(-1, -1, fused.shape[-1]))  # [B, A, H]
+        chain: list[KeysValues] = []
+        outputs = []
+        for k in range(fed.shape[2]):
+            x = self.layer.attention_input(fed[:, :, k], hidden)[:, :, None]  # [B, A, 1, 2H]
+            rotation = self.rotary(roots - first + k, x.dtype)
+            chain.append(attention.keys_values(x, rotation))
+            own = KeysValues(*(torch.cat(rows, dim=2) for rows in zip(*chain, strict=True)))  # [B, A, k + 1, hk, D]
+            attended = attention.attend(attention.queries(x, rotation), context, own, bias)
+            hidden = self.layer.after_attention(hidden, attended[:, :, 0])
+            outputs.append(self.norm(hidden))
+        return torch.stack(outputs, dim=2)
+
+
+class Eagle3Cache(PagedKVCache):
+    """Context keys and values and, for each page, the fused state of the last committed row in it."""
+
+    def __init__(self, config: DrafterConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        super().__init__(1, num_blocks, block_size, config.num_key_value_heads, config.head_dim, dtype)
+        self.states = torch.zeros(num_blocks, config.hidden_size, dtype=dtype)
+
+    def keep_last(self, slots: Tensor, fused: Tensor) -> None:
+        """Keep of rows [N, H] the last one in each page; the rows of a page stand together, in ascending order."""
+        pages = slots // self.block_size
+        last = torch.ones_like(pages, dtype=torch.bool)
+        last[:-1] = pages[1:] != pages[:-1]
+        self.states[pages[last]] = fused[last]
+
+    def state(self, slots: Tensor) -> Tensor:
+        """The kept states of the pages that slots [B] lie in: [B, H]."""
+        return self.states[slots // self.block_size]
+
+
+class Eagle3Drafter(Drafter):
+    """A chain drafter: `num_drafts` steps of one row each. Raises CheckpointError as `Drafter` does."""
+
+    backbone: Eagle3Backbone
+
+    def __init__(self, config: DrafterConfig, target: Decoder, token_ids: Tensor | None = None) -> None:
+        super().__init__(config, target, token_ids)
+        self.backbone = Eagle3Backbone(config)
+        self.lm_head: nn.ParameterDict | None = None
+        if config.own_lm_head:
+            rows = self.target_lm_head_weight.detach().to(self.dtype, copy=True)
+            self.lm_head = nn.ParameterDict({"weight": nn.Parameter(rows)})
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """The LM head rows that make the draft logits, [Vd, H]: its own and trained, or the target's and frozen."""
+        if self.lm_head is None:
+            return self.target_lm_head_weight
+        weight: Tensor = self.lm_head["weight"]
+        return weight
+
+    def new_cache(self, num_blocks: int, block_size: int) -> Eagle3Cache:
+        """Storage for the layer's context keys and values, and the state that a chain starts from."""
+        return Eagle3Cache(self.config, num_blocks, block_size, self.dtype)
+
+    def inject(self, features: Tensor, next_ids: Tensor, positions: Tensor, slots: Tensor, cache: PagedKVCache) -> None:
+        """See `Drafter.inject`. Overwrites the provisional rows of the chain with the target's own."""
+        assert isinstance(cache, Eagle3Cache)
+        backbone, layer = self.backbone, self.backbone.layer
+        fused = backbone.fuse(features)
+        x = layer.attention_input(self.embed(next_ids), fused)
+        k, v = layer.self_attn.keys_values(x, backbone.rotary(positions, x.dtype))
+        cache.write(0, slots, k, v)
+        cache.keep_last(slots, fused)
+
+    def draft_batch(self, seq_lens: list[int], block_tables: list[list[int]], block_size: int) -> AttentionBatch:
+        """The chain's rows of each request, one a draft: positions seq_len - 1 on, causal."""
+        positions = torch.tensor(seq_lens)[:, None] - 1 + torch.arange(self.num_drafts)
+        return AttentionBatch.build(
+            positions, [self.num_drafts] * len(seq_lens), block_tables, block_size, positions + 1
+        )
+
+    def propose(
+        self,
+        anchors: Tensor,
+        batch: AttentionBatch,
+        cache: PagedKVCache,
+        rows: SamplingRows,
+        seq_lens: Tensor,
+        num_drafts: int,
+    ) -> DraftBlock:
+        """See `Drafter.propose`: each draft is fed back with the hidden state that it was drawn from."""
+        assert isinstance(cache, Eagle3Cache)
+        token, hidden = anchors, cache.state(batch.slots[:, 0])[:, None]
+        tokens: list[Tensor] = []
+        laws: list[Tensor | None] = []
+        for k in range(num_drafts):
+            hidden = self.backbone.step(self.embed(token[:, None]), hidden, batch.row(k), cache)
+            logits = self.draft_logits(self.backbone.norm(hidden))[:, 0]
+            token, law = self.draw(logits, rows, seq_lens + 1 + k)
+            tokens.append(token)
+            laws.append(law)
+        return self.block(tokens, laws)
+
+    def train_hidden(
+        self, token_ids: Tensor, features: Tensor, anchors: Tensor, valid: Tensor, segment_ids: Tensor | None = None
+    ) -> Tensor:
+        """See `Drafter.train_hidden`: `num_drafts` steps of training-time test."""
+        anchors = torch.where(valid, anchors, 1).clamp_min(1)
+        fed = anchors[..., None] + torch.arange(self.num_drafts, device=anchors.device)  # [B, A, G]
+        fed = token_ids.gather(1, fed.clamp_max(token_ids.shape[1] - 1).flatten(1)).view_as(fed)
+        # A conversation's last row reads the token that stands behind it, or the row's first: no chain sees that row.
+        following = self.embed(token_ids.roll(-1, dims=1))
+        return self.backbone.train_chains(features, following, self.embed(fed), anchors, segment_ids)
