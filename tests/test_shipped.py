@@ -38,9 +38,11 @@ def test_every_recipe_loads(recipe: Path) -> None:
     load_recipe(KINDS[recipe.stem.split("-")[0]], recipe, ())
 
 
-def test_cache_and_training_read_the_same_layers() -> None:
+@pytest.mark.parametrize("suffix", ["", "-dflash", "-eagle3"])
+def test_cache_and_training_read_the_same_layers(suffix: str) -> None:
     cache = load_recipe(CacheSettings, ROOT / "recipes" / "cache.toml", ())
-    train = load_recipe(TrainSettings, ROOT / "recipes" / "train-smollm2-135m.toml", ())
+    train = load_recipe(TrainSettings, ROOT / "recipes" / f"train-smollm2-135m{suffix}.toml", ())
+    assert train.drafter.algorithm == (suffix.removeprefix("-") or "dspark")
     assert train.drafter.target_layer_ids == cache.target_layer_ids
     assert train.cache == (cache.out,)
 
