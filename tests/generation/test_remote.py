@@ -186,6 +186,17 @@ def test_an_endpoint_that_dies_loses_nothing(tmp_path: Path) -> None:
     assert dying.faults["drop"] < 40, "its slots rest"
 
 
+def test_a_dead_endpoint_does_not_use_up_attempts(tmp_path: Path) -> None:
+    """It is free at once, the healthy one busy: what failed on the one waits for the other."""
+    with ExitStack() as stack:
+        healthy = stack.enter_context(serve(ChatServer(delay=0.05)))
+        dying = stack.enter_context(serve(ChatServer()))
+        dying.fault = lambda body, attempt: "drop" if len(dying.conversations()) > 1 else None
+        remote = {"max_attempts": 3, "backoff": 0.01, "max_backoff": 0.01, "concurrency": 1}
+        report = regenerate(settings(tmp_path, healthy, dying, remote=remote))
+    assert (report.total, report.refused) == (40, 0)
+
+
 def test_a_run_without_any_success_stops(tmp_path: Path) -> None:
     def fault(body: Body, attempt: int) -> str | None:
         return None if body["messages"][0]["content"] == "Tell me a story." else "503"

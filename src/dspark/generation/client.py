@@ -51,7 +51,7 @@ class Answer(NamedTuple):
     finished: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class Client:
     """The server at `url`. Use as an asynchronous context manager.
 

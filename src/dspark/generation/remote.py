@@ -59,6 +59,9 @@ class _Slot:
     num_failures: int = 0
 
 
+HAND_BACK = 0.05  # seconds until a slot that a request may not use is offered again
+
+
 @dataclass
 class _Run:
     """Conversations under way: each takes a free slot for each request, and waits outside the slots."""
@@ -68,9 +71,11 @@ class _Run:
     answers: Answers
     slots: asyncio.Queue[_Slot] = field(default_factory=asyncio.Queue)
     failures_in_a_row: int = 0
+    num_clients: int = 0
 
     async def through(self, clients: list[Client]) -> None:
         """Answer every prompt that is left."""
+        self.num_clients = len(clients)
         concurrency = self.settings.remote.concurrency
         for _ in range(concurrency):
             for client in clients:
@@ -88,7 +93,7 @@ class _Run:
             over = False
             while not over:
                 body = request_body(self.settings, self.model, (*task.messages, task.turn), task.temperature, task.seed)
-                answer = await retry(self.settings.remote, partial(self._ask, body))
+                answer = await retry(self.settings.remote, partial(self._ask, body, set()))
                 over = task.add(answer.message, answer.num_tokens, answer.finished)
         except Refused as error:
             if not task.num_answers:
@@ -99,16 +104,31 @@ class _Run:
             return
         self.answers.write(task)
 
-    async def _ask(self, body: dict[str, Any]) -> Answer:
-        async with self._slot() as client:
-            answer = await client.complete(body)
+    async def _ask(self, body: dict[str, Any], failed: set[Client]) -> Answer:
+        """One try, at another server than those of `failed`, to which a server that fails is added."""
+        async with self._slot(failed) as client:
+            try:
+                answer = await client.complete(body)
+            except Unavailable:
+                failed.add(client)
+                raise
         self.failures_in_a_row = 0
         return answer
 
-    @asynccontextmanager
-    async def _slot(self) -> AsyncIterator[Client]:
-        """A free slot's server; a slot where a request failed rests before it is free again."""
+    async def _free_slot(self, failed: set[Client]) -> _Slot:
+        """A free slot of a server that is not in `failed`: a dead server must not use up a prompt's attempts."""
+        if len(failed) == self.num_clients:  # all of them: begin again
+            failed.clear()
         slot = await self.slots.get()
+        while slot.client in failed:
+            asyncio.get_running_loop().call_later(HAND_BACK, self.slots.put_nowait, slot)
+            slot = await self.slots.get()
+        return slot
+
+    @asynccontextmanager
+    async def _slot(self, failed: set[Client]) -> AsyncIterator[Client]:
+        """A free slot's server; a slot where a request failed rests before it is free again."""
+        slot = await self._free_slot(failed)
         try:
             yield slot.client
         except Unavailable as error:
