@@ -143,6 +143,8 @@ class _Run:
         self.slots.put_nowait(slot)
 
     def _give_up(self, task: Answering, error: DsparkError) -> None:
+        if self.failures_in_a_row >= self.settings.remote.max_failures:
+            return  # the run is ending: what was under way is left to the next one
         self.answers.give_up(task, error)
         self.failures_in_a_row += 1
         if self.failures_in_a_row >= self.settings.remote.max_failures:
