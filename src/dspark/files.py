@@ -29,7 +29,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     try:
         yield temporary
         if temporary.is_dir():
-            _replace_directory(temporary, target)
+            replace_directory(temporary, target)
         else:
             _sync(temporary)
             temporary.replace(target)
@@ -91,7 +91,7 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _replace_directory(source: Path, target: Path) -> None:
+def replace_directory(source: Path, target: Path) -> None:
     """Rename a directory over another, which the system cannot do in one step when the other is not empty."""
     if not target.exists():
         source.rename(target)

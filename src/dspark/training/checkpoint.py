@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from dspark.errors import CheckpointError
+from dspark.files import replace_directory
 from dspark.training.parallel import Ranks
 
 KEEP = 2
@@ -72,9 +73,7 @@ class StateWriter:
             return
         temporary, path = self._temporary(step), self.directory / f"step-{step:08d}"
         (temporary / RUN_FILE).write_text(json.dumps(run), encoding="utf-8")
-        if path.exists():
-            shutil.rmtree(path)
-        temporary.rename(path)
+        replace_directory(temporary, path)
         for old in _steps(self.directory)[:-KEEP]:
             shutil.rmtree(old)
 
