@@ -82,16 +82,12 @@ class MetricLog:
         _drop_from(self.path, step)
         self.board = SummaryWriter(str(output / "tensorboard"), purge_step=step)
         self.tracker = None if settings.wandb_project is None else _wandb(settings)
-        self.pending = MetricSums()
         self.latest: dict[str, float] = {}
         self.headline = ""
 
-    def add(self, step: int, sums: MetricSums, flush: bool) -> None:
-        """Take one step's sums; on `flush` write the average since the last flush."""
-        self.pending.merge(sums)
-        if not flush:
-            return
-        results = self.pending.results()
+    def add(self, step: int, sums: MetricSums) -> None:
+        """Write the averages over the steps up to `step` that `sums` holds."""
+        results = sums.results()
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | results) + "\n")
         for name, value in results.items():
@@ -100,7 +96,6 @@ class MetricLog:
             self.tracker.log(results, step=step)
         self.latest = results
         self.headline = f"loss {results['loss']:.3f}, tau {results.get('tau', math.nan):.2f}"
-        self.pending = MetricSums()
 
     def __enter__(self) -> Self:
         return self

@@ -81,6 +81,7 @@ class Trainer:
         self.resume()
         began = time.perf_counter()
         log = MetricLog(self.settings, self.step) if self.ranks.is_main else None
+        pending = MetricSums()
         with progress(self.total_steps, "train", "step", initial=self.step) as bar, log or nullcontext():
             try:
                 while self.step < self.total_steps and not self.ended():
@@ -89,14 +90,17 @@ class Trainer:
                     waited = time.perf_counter() - started
                     sums = self.train_step(batches)
                     sums.add_time(time.perf_counter() - started, waited)
-                    sums.reduce(self.ranks)
                     self.select(sums)
-                    if log is not None:
-                        log.add(self.step, sums, flush=self.step % self.settings.log_every == 0)
-                        bar.set_postfix_str(log.headline, refresh=False)
+                    pending.merge(sums)
+                    if self.step % self.settings.log_every == 0:
+                        pending.reduce(self.ranks)
+                        if log is not None:
+                            log.add(self.step, pending)
+                            bar.set_postfix_str(log.headline, refresh=False)
+                        pending = MetricSums()
                     bar.update(1)
                     self.states.poll()
-                    if self.step % self.settings.save_every == 0:
+                    if self.step % self.settings.save_every == 0 and self.step < self.total_steps:
                         self.save()
             finally:
                 self.save()
