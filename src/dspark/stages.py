@@ -138,9 +138,8 @@ def plan_training(settings: TrainSettings) -> TrainPlan:
 
 def build_drafter(settings: TrainSettings, target: Target, samples: Samples) -> Drafter:
     """A fresh drafter, or the one to start from as the recipe wants it. Raises ConfigError where they do not fit."""
-    shape = settings.drafter
+    config = drafter_config(settings.drafter, target.decoder, samples.target_layer_ids)
     if settings.init_from is None:
-        config = drafter_config(shape, target.decoder, samples.target_layer_ids)
         drafter = new_drafter(config, target.decoder, samples, settings.seed)
     else:
         read = read_drafter(settings.init_from, target.decoder, target.digest)
@@ -149,7 +148,6 @@ def build_drafter(settings: TrainSettings, target: Target, samples: Samples) -> 
                 f"init_from reads layers {read.config.target_layer_ids}, the samples hold "
                 f"{samples.target_layer_ids}: set drafter.target_layer_ids to the layers that it reads"
             )
-        config = drafter_config(shape, target.decoder, samples.target_layer_ids)
         drafter = warm_start(read, config, target.decoder, settings.seed)
         adapt_scale(drafter, samples)
     freeze(drafter, settings.freeze)

@@ -18,7 +18,7 @@ from dspark.models.decoder import Decoder
 from dspark.models.families import config_from_hf
 from dspark.models.hub import resolve_model
 from dspark.models.weights import load_decoder, read_hf_config
-from dspark.training.build import drafter_config, spread_layers
+from dspark.training.build import drafter_config, freeze, spread_layers
 from dspark.training.config import TrainSettings
 from dspark.training.losses import CHUNK
 
@@ -70,9 +70,9 @@ def plan(settings: TrainSettings, lengths: np.ndarray | None, taps: tuple[int, .
         drafter = make_drafter(
             shape, target, None if shape.draft_vocab_size is None else torch.arange(shape.draft_vocab_size)
         )
-    sizes = {name: p.numel() for name, p in drafter.named_parameters()}
-    frozen = sum(n for name, n in sizes.items() if name.startswith(settings.freeze or ("\0",)))
-    trained = sum(sizes.values()) - frozen
+    freeze(drafter, settings.freeze)
+    total = sum(p.numel() for p in drafter.parameters())
+    trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     samples, tokens = (None, None) if lengths is None else (len(lengths), int(lengths.sum()))
     length = config.max_position_embeddings if lengths is None else int(lengths.max())
     rows = settings.batch_size * settings.num_anchors * shape.query_rows
@@ -84,7 +84,6 @@ def plan(settings: TrainSettings, lengths: np.ndarray | None, taps: tuple[int, .
     steps = settings.max_steps
     if steps is None and samples is not None:
         steps = settings.epochs * max(1, samples // per_step)
-    total = sum(sizes.values())
     target_parameters = sum(p.numel() for p in target.parameters())
     names = ("last", "best") if settings.held_out is not None else ("last",)
     return TrainPlan(
