@@ -51,15 +51,12 @@ def _api_key(remote: RemoteSettings) -> str | None:
     return key
 
 
-@dataclass
+@dataclass(eq=False)
 class _Slot:
     """Room for one request to a server, and how many have failed there in a row."""
 
     client: Client
     num_failures: int = 0
-
-
-HAND_BACK = 0.05  # seconds until a slot that a request may not use is offered again
 
 
 @dataclass
@@ -69,7 +66,8 @@ class _Run:
     settings: RegenerateSettings
     model: str
     answers: Answers
-    slots: asyncio.Queue[_Slot] = field(default_factory=asyncio.Queue)
+    free: list[_Slot] = field(default_factory=list)  # the one that became free first stands first
+    freed: asyncio.Event = field(default_factory=asyncio.Event)
     failures_in_a_row: int = 0
     num_clients: int = 0
 
@@ -79,7 +77,7 @@ class _Run:
         concurrency = self.settings.remote.concurrency
         for _ in range(concurrency):
             for client in clients:
-                self.slots.put_nowait(_Slot(client))
+                self.free.append(_Slot(client))
         prompts = iter(self.answers.left)
         await together(self._work(prompts) for _ in range(concurrency * len(clients)))
 
@@ -119,11 +117,15 @@ class _Run:
         """A free slot of a server that is not in `failed`: a dead server must not use up a prompt's attempts."""
         if len(failed) == self.num_clients:  # all of them: begin again
             failed.clear()
-        slot = await self.slots.get()
-        while slot.client in failed:
-            asyncio.get_running_loop().call_later(HAND_BACK, self.slots.put_nowait, slot)
-            slot = await self.slots.get()
+        while (slot := next((s for s in self.free if s.client not in failed), None)) is None:
+            self.freed.clear()
+            await self.freed.wait()
+        self.free.remove(slot)
         return slot
+
+    def _release(self, slot: _Slot) -> None:
+        self.free.append(slot)
+        self.freed.set()
 
     @asynccontextmanager
     async def _slot(self, failed: set[Client]) -> AsyncIterator[Client]:
@@ -134,13 +136,13 @@ class _Run:
         except Unavailable as error:
             slot.num_failures += 1
             rest = backoff(self.settings.remote, slot.num_failures, error.retry_after)
-            asyncio.get_running_loop().call_later(rest, self.slots.put_nowait, slot)
+            asyncio.get_running_loop().call_later(rest, self._release, slot)
             raise
         except BaseException:
-            self.slots.put_nowait(slot)
+            self._release(slot)
             raise
         slot.num_failures = 0
-        self.slots.put_nowait(slot)
+        self._release(slot)
 
     def _give_up(self, task: Answering, error: DsparkError) -> None:
         if self.failures_in_a_row >= self.settings.remote.max_failures:
