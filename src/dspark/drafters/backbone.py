@@ -18,6 +18,7 @@ from dspark.drafters.config import DrafterConfig
 from dspark.models import rope
 from dspark.models.attention import AttentionBatch, paged_attention
 from dspark.models.kv_cache import PagedKVCache
+from dspark.models.mlp import activation
 from dspark.models.rope import RotaryEmbedding, Rotation
 
 
@@ -174,7 +175,7 @@ class DraftLayer(nn.Module):
                 "down_proj": nn.Linear(inner, hidden, bias=False),
             }
         )
-        self.tanh_gelu = config.hidden_act != "silu"
+        self.act = config.hidden_act
         self.sandwich = config.layer_style == "gemma4"
         if self.sandwich:
             self.pre_feedforward_layernorm = nn.RMSNorm(hidden, eps)
@@ -183,8 +184,7 @@ class DraftLayer(nn.Module):
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
-        gate = self.mlp["gate_proj"](x)
-        gate = F.gelu(gate, approximate="tanh") if self.tanh_gelu else F.silu(gate)
+        gate = activation(self.act, self.mlp["gate_proj"](x))
         return self.mlp["down_proj"](gate * self.mlp["up_proj"](x))  # type: ignore[no-any-return]
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
