@@ -47,6 +47,12 @@ class Samples(list[Row]):
 
 
 def make_target() -> Decoder:
+    decoder = make_decoder(tied=True)
+    decoder.embed_tokens.weight.mul_(2.0)
+    return decoder
+
+
+def make_decoder(tied: bool) -> Decoder:
     torch.manual_seed(0)
     config = DecoderConfig(
         architecture="LlamaForCausalLM",
@@ -59,11 +65,9 @@ def make_target() -> Decoder:
         head_dim=8,
         max_position_embeddings=128,
         layer_types=("full_attention",) * LAYERS,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
     )
-    decoder = Decoder(config).requires_grad_(False).eval()
-    decoder.embed_tokens.weight.mul_(2.0)
-    return decoder
+    return Decoder(config).requires_grad_(False).eval()
 
 
 def make_rows(target: Decoder) -> Samples:

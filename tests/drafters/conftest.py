@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tiny_training import HIDDEN, LAYERS, VOCAB, make_decoder
 
 from dspark.drafters.base import Drafter
 from dspark.drafters.config import DrafterConfig
@@ -12,25 +13,10 @@ from dspark.drafters.factory import make_drafter as build
 from dspark.models.config import DecoderConfig, RopeConfig
 from dspark.models.decoder import Decoder
 
-VOCAB, HIDDEN, LAYERS = 40, 32, 4
-
 
 @pytest.fixture
 def target() -> Decoder:
-    torch.manual_seed(0)
-    config = DecoderConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        layer_types=("full_attention",) * LAYERS,
-    )
-    return Decoder(config).requires_grad_(False).eval()
+    return make_decoder(tied=False)
 
 
 CHAIN = {
