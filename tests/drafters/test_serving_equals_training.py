@@ -129,9 +129,9 @@ def test_greedy_block_is_the_argmax_of_the_training_logits(
         best = logits.argmax(dim=-1)
         best = best if drafter.token_ids is None else drafter.token_ids[best]
         assert torch.equal(best, block.tokens)
-        assert block.confidence is not None
-        expected = torch.sigmoid(drafter.confidence_head(hidden, embedded))
-        torch.testing.assert_close(block.confidence, expected, rtol=1e-5, atol=1e-5)
+        assert block.confidence_logits is not None
+        expected = drafter.confidence_head(hidden, embedded)
+        torch.testing.assert_close(block.confidence_logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_serving_takes_the_targets_dtype(make_drafter: Callable[..., BlockDrafter], target: Decoder) -> None:

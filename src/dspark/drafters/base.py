@@ -140,14 +140,16 @@ class Drafter(nn.Module, ABC):
             choice = categorical(law, uniform(rows.seed, positions, Role.DRAFT)).clamp_min(0)
         return (choice if self.token_ids is None else self.token_ids[choice]), law
 
-    def block(self, tokens: list[Tensor], laws: list[Tensor | None], confidence: Tensor | None = None) -> DraftBlock:
-        """Join the drawn drafts, each [B], and their laws, each [B, Vd]; confidence [B, G]."""
+    def block(
+        self, tokens: list[Tensor], laws: list[Tensor | None], confidence_logits: Tensor | None = None
+    ) -> DraftBlock:
+        """Join the drawn drafts, each [B], and their laws, each [B, Vd]; confidence logits [B, G]."""
         known, device = [law for law in laws if law is not None], tokens[0].device
         return DraftBlock(
             tokens=torch.stack(tokens, dim=1),
             probs=torch.stack(known, dim=1) if known else torch.empty(len(tokens[0]), len(tokens), 0, device=device),
             token_ids=self.token_ids,
-            confidence=confidence,
+            confidence_logits=confidence_logits,
         )
 
     # ---- training

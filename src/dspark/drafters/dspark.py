@@ -84,7 +84,7 @@ class BlockDrafter(Drafter):
             prev, law = self.draw(logits, rows, seq_lens + 1 + k)
             tokens.append(prev)
             laws.append(law)
-        return self.block(tokens, laws, torch.sigmoid(torch.stack(confidence, dim=1)) if confidence else None)
+        return self.block(tokens, laws, torch.stack(confidence, dim=1) if confidence else None)
 
     def train_hidden(
         self, token_ids: Tensor, features: Tensor, anchors: Tensor, valid: Tensor, segment_ids: Tensor | None = None

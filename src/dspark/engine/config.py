@@ -21,6 +21,8 @@ class EngineSettings(Settings):
         None, ge=1
     )  # verify at most this many drafts a round; None = the drafter's own
 
+    record_rounds: bool = False  # keep a RoundRecord of every speculative round, for evaluation and calibration
+
     def blocks_for(self, num_tokens: int) -> int:
         """Cache blocks that hold `num_tokens` positions."""
         return -(-num_tokens // self.block_size)

@@ -53,7 +53,7 @@ class Engine:
         window = num_window_positions(self.drafter)
         num_blocks = settings.num_blocks or 1 + settings.max_batch * settings.blocks_for(self.limit + window)
         runner = Runner(target.decoder, self.drafter, settings, num_blocks)
-        self._round = Round(runner, self.stats, AcceptanceWatch())
+        self._round = Round(runner, self.stats, AcceptanceWatch(), settings.record_rounds)
         self._scheduler = Scheduler(settings, BlockAllocator(num_blocks), window)
         # Not tokenizer.decode: its cleaning of blanks would change text that has been given out.
         self._decode: Callable[[list[int]], str] = target.tokenizer.backend_tokenizer.decode  # skips special tokens

@@ -1,7 +1,7 @@
 """A request: what was asked for, how far it is, and where it ends. Imports no torch."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -40,6 +40,22 @@ class SamplingParams(Settings):
         return data
 
 
+class RoundRecord(NamedTuple):
+    """One speculative round of one request, kept where the engine's settings say so (`record_rounds`)."""
+
+    position: int  # of the anchor: the length of the context
+    verify_len: int  # rows the target ran, the anchor's counted
+    num_drafts: int  # drafts proposed; verify_len == num_drafts + 1 is a full-width round
+    correct_len: int  # drafts accepted, before any stop
+    num_output: int  # tokens put out, after stops
+    confidence_logits: tuple[float, ...]  # of each draft, uncalibrated; () without a confidence head
+
+    @property
+    def is_full_width(self) -> bool:
+        """Whether every draft was judged; other rounds hold censored labels."""
+        return self.verify_len == self.num_drafts + 1
+
+
 @dataclass(frozen=True)
 class Completion:
     """A finished answer. Text ends before the stop string; the tokens include the one that completed it."""
@@ -53,6 +69,7 @@ class Completion:
     rounds: int  # speculative rounds
     drafted: int  # drafts verified in them
     accepted_by_position: list[int]  # [i]: rounds whose draft i was put out
+    round_records: list[RoundRecord]  # empty unless the engine records them
 
     @property
     def tau(self) -> float | None:
@@ -84,6 +101,7 @@ class Request:
     rounds: int = 0
     drafted: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
+    round_records: list[RoundRecord] = field(default_factory=list)
 
     @property
     def known_ids(self) -> list[int]:
@@ -143,4 +161,5 @@ class Request:
             self.rounds,
             self.drafted,
             self.accepted_by_position,
+            self.round_records,
         )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dspark.engine.request import Origin, Request
+from dspark.engine.request import Origin, Request, RoundRecord
 from dspark.engine.runner import Forward, Runner, Window, window_of
 from dspark.engine.stats import AcceptanceWatch, EngineStats
 from dspark.spec.accept import accept
@@ -31,10 +31,11 @@ class Emission(NamedTuple):
 class Round:
     """The verbs of a round over one runner. Requests that finish are marked, not removed: the engine does that."""
 
-    def __init__(self, runner: Runner, stats: EngineStats, watch: AcceptanceWatch) -> None:
+    def __init__(self, runner: Runner, stats: EngineStats, watch: AcceptanceWatch, record_rounds: bool = False) -> None:
         self.runner = runner
         self.stats = stats
         self.watch = watch
+        self.record_rounds = record_rounds
 
     def decode(self, requests: list[Request]) -> list[Emission]:
         """One round for requests that all speculate, or that all do not."""
@@ -51,6 +52,8 @@ class Round:
         with self.stats.phase("commit"):
             emissions = self.commit(forward, requests, outputs(block, acceptance))
             self._record(emissions, plan, speculative)
+            if speculative and self.record_rounds:
+                keep_records(emissions, window, block, plan, acceptance)
         return emissions
 
     def prefill(self, requests: list[Request]) -> list[Emission]:
@@ -155,3 +158,16 @@ def outputs(block: DraftBlock, acceptance: Acceptance) -> list[list[int]]:
     """The round's tokens of each request: its accepted drafts, then the bonus (-1 where the request can not go on)."""
     drafts, correct, bonus = block.tokens.tolist(), acceptance.correct_len.tolist(), acceptance.bonus.tolist()
     return [[*row[:count], last] for row, count, last in zip(drafts, correct, bonus, strict=True)]
+
+
+def keep_records(
+    emissions: list[Emission], window: Window, block: DraftBlock, plan: VerifyPlan, acceptance: Acceptance
+) -> None:
+    """Append this round to each request's records."""
+    logits = block.confidence_logits
+    confidence = [[]] * len(emissions) if logits is None else logits.tolist()
+    lens, correct = plan.verify_lens.tolist(), acceptance.correct_len.tolist()
+    for i, (request, token_ids, _, _) in enumerate(emissions):
+        request.round_records.append(
+            RoundRecord(window.starts[i], lens[i], block.num_drafts, correct[i], len(token_ids), tuple(confidence[i]))
+        )

@@ -40,7 +40,8 @@ class DraftBlock(NamedTuple):
     tokens: Int64[Tensor, "B G"]  # target ids
     probs: Float32[Tensor, "B G Vd"]
     token_ids: Int64[Tensor, " Vd"] | None = None  # draft index -> target id, no id twice; None = same vocabulary
-    confidence: Float32[Tensor, "B G"] | None = None  # P(draft accepted | all drafts before it accepted)
+    # Logits of P(draft accepted | all drafts before it accepted), as the confidence head gives them: not calibrated.
+    confidence_logits: Float32[Tensor, "B G"] | None = None
 
     @property
     def num_drafts(self) -> int:
