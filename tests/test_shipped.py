@@ -38,13 +38,30 @@ def test_every_recipe_loads(recipe: Path) -> None:
     load_recipe(KINDS[recipe.stem.split("-")[0]], recipe, ())
 
 
-@pytest.mark.parametrize("suffix", ["", "-dflash", "-eagle3"])
-def test_cache_and_training_read_the_same_layers(suffix: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "algorithm"),
+    [
+        ("train-smollm2-135m.toml", "dspark"),
+        ("compare/train-dspark.toml", "dspark"),
+        ("compare/train-dflash.toml", "dflash"),
+        ("compare/train-eagle3.toml", "eagle3"),
+    ],
+)
+def test_cache_and_training_read_the_same_layers(recipe: str, algorithm: str) -> None:
     cache = load_recipe(CacheSettings, ROOT / "recipes" / "cache.toml", ())
-    train = load_recipe(TrainSettings, ROOT / "recipes" / f"train-smollm2-135m{suffix}.toml", ())
-    assert train.drafter.algorithm == (suffix.removeprefix("-") or "dspark")
+    train = load_recipe(TrainSettings, ROOT / "recipes" / recipe, ())
+    assert train.drafter.algorithm == algorithm
     assert train.drafter.target_layer_ids == cache.target_layer_ids
     assert train.cache == (cache.out,)
+
+
+def test_drafters_to_compare_are_trained_alike() -> None:
+    recipes = [load_recipe(TrainSettings, file, ()) for file in (ROOT / "recipes" / "compare").glob("*.toml")]
+    assert len(recipes) == 3
+    own = {"drafter", "loss", "out"}
+    alike = [{k: v for k, v in recipe.model_dump().items() if k not in own} for recipe in recipes]
+    assert alike[0] == alike[1] == alike[2]
+    assert len({recipe.drafter.draft_vocab_size for recipe in recipes}) == 1
 
 
 @pytest.mark.parametrize("name", SHIPPED_DRAFTERS.values())
