@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dspark.console.config import ModelOptions
 from dspark.console.session import Session, open_session
+from dspark.engine.config import ModelOptions
 
 HERE = Path(__file__).parent
 SHARED_SETS = HERE.parent.parent / "shared" / "data" / "eval"

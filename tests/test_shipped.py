@@ -10,12 +10,12 @@ from safetensors import safe_open
 from dspark.cache.config import CacheSettings
 from dspark.cli import load_recipe
 from dspark.config import Settings
-from dspark.console.config import ModelOptions
-from dspark.console.session import SHIPPED_DRAFTERS, Session, drafter_path
+from dspark.console.session import Session
 from dspark.data.config import PrepareSettings
 from dspark.drafters.layouts.deepspec import parse_config, read_drafter
-from dspark.engine.config import EngineSettings
+from dspark.engine.config import EngineSettings, ModelOptions
 from dspark.engine.engine import Engine
+from dspark.engine.pair import SHIPPED_DRAFTERS, drafter_path
 from dspark.engine.request import SamplingParams
 from dspark.generation.config import RegenerateSettings, SynthesizeSettings
 from dspark.models.hub import home

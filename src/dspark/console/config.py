@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 from pydantic import Field
 
 from dspark.config import Settings
-
-
-class ModelOptions(Settings):
-    """Which target answers, and which drafter speeds it up."""
-
-    target: str = "smollm2-135m"
-    """A built-in name, a Hugging Face directory or hub id, or a GGUF file."""
-    drafter: str = "auto"
-    """A drafter directory; "auto" takes the one shipped for the target, "none" decodes plainly."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """"auto": as stored, but float32 where the processor does not compute in bfloat16."""
-    threads: int | None = Field(None, ge=1)
-    """CPU threads; by default as many as there are cores."""
-    num_draft_tokens: int | None = Field(None, ge=1)
-    """Verify at most this many drafts a round; by default all."""
+from dspark.engine.config import ModelOptions
 
 
 class AnswerOptions(Settings):

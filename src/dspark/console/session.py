@@ -1,26 +1,21 @@
-"""Loading the pair of models and timing what they put out."""
+"""A pair of models that answers one request at a time, timed."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
 
-import torch
-
-from dspark.console.config import AnswerOptions, ModelOptions
+from dspark.console.config import AnswerOptions
 from dspark.data.chat import ChatTemplate
 from dspark.data.conversation import Message
-from dspark.drafters.layouts.deepspec import read_drafter
-from dspark.engine.config import EngineSettings
+from dspark.engine.config import EngineSettings, ModelOptions
 from dspark.engine.engine import Engine, StepOutput
+from dspark.engine.pair import open_engine
 from dspark.engine.request import Completion, SamplingParams
-from dspark.errors import CheckpointError, RequestError
-from dspark.models.target import Target, load_target
+from dspark.errors import RequestError
+from dspark.models.target import Target
 
-SHIPPED_DRAFTERS = {"smollm2-135m": "smollm2-135m-dspark"}
 COMPARE_TOKENS = 32
 
 
@@ -54,9 +49,8 @@ class Session:
         """Token ids of a conversation, ending where the assistant begins. Raises RequestError for an empty turn."""
         if not messages[-1]["content"].strip():
             raise RequestError("prompt is empty: write something to answer")
-        if not self.target.tokenizer.chat_template:
-            return self.text_ids("\n".join(m["content"] for m in messages))
-        return ChatTemplate(self.target.tokenizer).prompt_ids([Message(m["role"], m["content"]) for m in messages])
+        chat = ChatTemplate(self.target.tokenizer)
+        return chat.prompt_ids_or_plain([Message(m["role"], m["content"]) for m in messages])
 
     def text_ids(self, text: str) -> list[int]:
         """Token ids of plain text. Raises RequestError when it is empty."""
@@ -103,31 +97,8 @@ def open_session(options: ModelOptions, max_batch: int = 1) -> Session:
 
     Raises CheckpointError naming what does not fit.
     """
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    target = load_target(options.target, options.dtype)
-    path = drafter_path(options)
-    drafter = None if path is None else read_drafter(path, target.decoder, target.digest).prepare()
-    settings = EngineSettings(max_batch=max_batch, max_length=4096, num_draft_tokens=options.num_draft_tokens)
-    return Session(target, Engine(target, drafter, settings))
-
-
-def drafter_path(options: ModelOptions) -> Path | None:
-    """Where the drafter's files are, or None for plain decoding."""
-    if options.drafter == "none":
-        return None
-    if options.drafter != "auto":
-        path = Path(options.drafter)
-        if not path.is_dir():
-            raise CheckpointError(f"drafter {path}: no such directory; give a drafter checkpoint, auto or none")
-        return path
-    name = SHIPPED_DRAFTERS.get(options.target)
-    if name is None:
-        return None
-    path = Path(str(resources.files("dspark") / "assets" / name))
-    if not (path / "config.json").is_file():
-        raise CheckpointError(f"{path}: the shipped drafter is missing; reinstall dspark or pass --drafter none")
-    return path
+    engine = open_engine(options, EngineSettings(max_batch=max_batch, max_length=4096))
+    return Session(engine.target, engine)
 
 
 def sampling_params(options: AnswerOptions) -> SamplingParams:

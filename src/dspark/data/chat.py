@@ -59,6 +59,12 @@ class ChatTemplate:
         """Token ids of `messages` followed by the header of the assistant's turn: what a target answers to."""
         return self.encode(self.text(messages, add_generation_prompt=True))
 
+    def prompt_ids_or_plain(self, messages: Sequence[Message]) -> list[int]:
+        """`prompt_ids`, or for a tokenizer without a chat template the ids of the messages' text, line by line."""
+        if self.tokenizer.chat_template:
+            return self.prompt_ids(messages)
+        return list(self.tokenizer("\n".join(message.content for message in messages))["input_ids"])
+
     def encode(self, text: str) -> list[int]:
         """Token ids of rendered text; it holds its own special tokens, so that none is added."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -1,4 +1,6 @@
-"""Settings of the engine. Imports no torch."""
+"""Settings of the engine, and the options that name its two models. Imports no torch."""
+
+from typing import Literal
 
 from pydantic import Field
 
@@ -26,3 +28,18 @@ class EngineSettings(Settings):
     def blocks_for(self, num_tokens: int) -> int:
         """Cache blocks that hold `num_tokens` positions."""
         return -(-num_tokens // self.block_size)
+
+
+class ModelOptions(Settings):
+    """Which target answers, and which drafter speeds it up."""
+
+    target: str = "smollm2-135m"
+    """A built-in name, a Hugging Face directory or hub id, or a GGUF file."""
+    drafter: str = "auto"
+    """A drafter directory; "auto" takes the one shipped for the target, "none" decodes plainly."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """"auto": as stored, but float32 where the processor does not compute in bfloat16."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads; by default as many as there are cores."""
+    num_draft_tokens: int | None = Field(None, ge=1)
+    """Verify at most this many drafts a round; by default all."""

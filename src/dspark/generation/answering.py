@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, TypeVar
 
 from dspark.data.conversation import Message
+from dspark.data.journal import Journal
 from dspark.data.sources import Prompt, read_prompts
 from dspark.draws import draw, draw_integer
 from dspark.errors import DsparkError
 from dspark.files import json_line
 from dspark.generation.config import RegenerateSettings
-from dspark.generation.journal import Journal
 from dspark.log import get_logger, progress
 
 if TYPE_CHECKING:

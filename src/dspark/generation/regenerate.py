@@ -6,10 +6,10 @@ from dspark.data.chat import ChatTemplate
 from dspark.data.conversation import Message
 from dspark.engine.engine import Engine
 from dspark.engine.request import Completion, SamplingParams
+from dspark.engine.stream import run_tasks
 from dspark.errors import DsparkError
 from dspark.generation.answering import Answering, RegenerationReport, open_answers
 from dspark.generation.config import RegenerateSettings
-from dspark.generation.stream import run_tasks
 
 
 def regenerate(engine: Engine, settings: RegenerateSettings) -> RegenerationReport:

@@ -8,14 +8,14 @@ from enum import StrEnum
 from itertools import count
 
 from dspark.data.chat import ChatTemplate, UserHeader
+from dspark.data.journal import Journal
 from dspark.data.sources import Exclusions, normalise
 from dspark.draws import draw_integer
 from dspark.engine.engine import Engine
 from dspark.engine.request import Completion, SamplingParams
+from dspark.engine.stream import run_tasks
 from dspark.errors import DsparkError
 from dspark.generation.config import PromptSeed, SynthesizeSettings
-from dspark.generation.journal import Journal
-from dspark.generation.stream import run_tasks
 from dspark.log import get_logger, progress
 
 _log = get_logger(__name__)

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from dspark.data.journal import Journal
 from dspark.draws import draw, draw_integer
-from dspark.generation.journal import Journal
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"id": "c"', b'{"id": "c", "text": "' + b"x" * 200_000])

@@ -1,9 +1,10 @@
 """Many requests through one engine, handed back as they finish."""
 
-from collections.abc import Generator, Iterable
+import time
+from collections.abc import Callable, Generator, Iterable
 from typing import Protocol, TypeVar
 
-from dspark.engine.engine import Engine
+from dspark.engine.engine import Engine, StepOutput
 from dspark.engine.request import Completion, SamplingParams
 from dspark.errors import DataError, DsparkError, RequestError
 
@@ -24,8 +25,15 @@ class Task(Protocol):
 T = TypeVar("T", bound=Task)
 
 
-def run_tasks(engine: Engine, tasks: Iterable[T]) -> Generator[T, None, None]:
-    """Yield each task when it is done, keeping the engine's batch full; a closed iterator aborts what is running."""
+# What a step took, in seconds, and what it put out, with the task of each output.
+OnStep = Callable[[float, list[tuple[T, StepOutput]]], None]
+
+
+def run_tasks(engine: Engine, tasks: Iterable[T], on_step: OnStep[T] | None = None) -> Generator[T, None, None]:
+    """Yield each task when it is done, keeping the engine's batch full; a closed iterator aborts what is running.
+
+    `on_step` is told of every step before its tasks go on.
+    """
     waiting = iter(tasks)
     live: dict[str, T] = {}
     at_once = 2 * engine.settings.max_batch  # one batch decodes, one waits to fill its gaps
@@ -36,7 +44,11 @@ def run_tasks(engine: Engine, tasks: Iterable[T]) -> Generator[T, None, None]:
                     yield task
             if not live:
                 return
-            for output in engine.step():
+            started = time.perf_counter()
+            outputs = engine.step()
+            if on_step is not None:
+                on_step(time.perf_counter() - started, [(live[output.request_id], output) for output in outputs])
+            for output in outputs:
                 if output.completion is None:
                     continue
                 task = live.pop(output.request_id)

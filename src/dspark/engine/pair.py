@@ -1,0 +1,46 @@
+"""An engine from names: the target, the drafter that goes with it, both loaded."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+from dspark.drafters.layouts.deepspec import read_drafter
+from dspark.engine.config import EngineSettings, ModelOptions
+from dspark.engine.engine import Engine
+from dspark.errors import CheckpointError
+from dspark.models.target import load_target
+
+SHIPPED_DRAFTERS = {"smollm2-135m": "smollm2-135m-dspark"}
+
+
+def open_engine(options: ModelOptions, settings: EngineSettings, device: torch.device | str = "cpu") -> Engine:
+    """Load target and drafter as the options say. Raises CheckpointError naming what does not fit."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = torch.device(device)
+    target = load_target(options.target, options.dtype, pack=device.type == "cpu")
+    target.decoder.to(device)
+    path = drafter_path(options)
+    drafter = None if path is None else read_drafter(path, target.decoder, target.digest).to(device).prepare()
+    return Engine(target, drafter, settings.replace(num_draft_tokens=options.num_draft_tokens))
+
+
+def drafter_path(options: ModelOptions) -> Path | None:
+    """Where the drafter's files are, or None for plain decoding."""
+    if options.drafter == "none":
+        return None
+    if options.drafter != "auto":
+        path = Path(options.drafter)
+        if not path.is_dir():
+            raise CheckpointError(f"drafter {path}: no such directory; give a drafter checkpoint, auto or none")
+        return path
+    name = SHIPPED_DRAFTERS.get(options.target)
+    if name is None:
+        return None
+    path = Path(str(resources.files("dspark") / "assets" / name))
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{path}: the shipped drafter is missing; reinstall dspark or pass --drafter none")
+    return path
