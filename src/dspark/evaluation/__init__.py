@@ -1,0 +1,1 @@
+"""Figures one can believe, measured through the engine."""
