@@ -102,7 +102,7 @@ def test_the_models_own_limit_holds_too(target, make_drafter):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("temperature", -1), ("top_p", 0), ("top_k", -1), ("min_p", 2), ("max_tokens", 0), ("stop", [""]), ("n", 2)],
+    [("temperature", -1), ("top_p", 0), ("top_k", -1), ("min_p", 2), ("max_tokens", 0), ("stop", [""]), ("n", 0)],
 )
 def test_parameters_out_of_range_name_the_field(field, value):
     with pytest.raises(ConfigError, match=field):

@@ -1,9 +1,10 @@
 """A request: what was asked for, how far it is, and where it ends. Imports no torch."""
 
+import json
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from dspark.config import Settings
 from dspark.engine.stats import count_accepted
@@ -11,33 +12,84 @@ from dspark.engine.text import TextStream
 
 Origin = Literal["prefill", "accepted", "bonus"]
 FinishReason = Literal["stop", "length", "abort", "error"]
+BadWord = Annotated[str, Field(min_length=1)] | Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)]
+
+MAX_ANSWERS = 128
+MAX_LOGPROBS = 20
 
 
 class SamplingParams(Settings):
     """How one answer is drawn and where it stops.
 
-    The order of the filters is temperature, min_p, top_k, top_p. An answer ends at a stop token (`stop_token_ids`, and
-    the model's own unless `ignore_eos`), before a stop string, or at `max_tokens`.
+    The law of each token is edited in this order: logit_bias, min_tokens, penalties and bad words, grammar,
+    temperature, min_p, top_k, top_p. Penalties and bad words look at all tokens before the row that they edit, drafts
+    among them. An answer ends at a stop token (`stop_token_ids`, and the model's own unless `ignore_eos`), before a
+    stop string, or at `max_tokens`. At most one grammar: json_schema, regex, choice or grammar.
     """
 
+    n: int = Field(1, ge=1, le=MAX_ANSWERS)  # answers to one prompt; each has a seed of its own
     max_tokens: int = Field(256, ge=1)
+    min_tokens: int = Field(0, ge=0)  # no stop before the answer has so many
     temperature: float = Field(0.0, ge=0, allow_inf_nan=False)  # 0 = greedy
     top_k: int = Field(0, ge=0)  # 0 = off
     top_p: float = Field(1.0, gt=0, le=1)  # 1 = off
     min_p: float = Field(0.0, ge=0, le=1)  # 0 = off
     seed: int | None = None  # None = a new one for each request
+    repetition_penalty: float = Field(1.0, gt=0, allow_inf_nan=False)  # of tokens in prompt and answer; 1 = off
+    presence_penalty: float = Field(0.0, ge=-2, le=2)  # of tokens in the answer; 0 = off
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)  # of tokens in the answer, each time they occur; 0 = off
+    logit_bias: dict[NonNegativeInt, Annotated[float, Field(ge=-100, le=100)]] = {}  # token id -> added to its logit
+    bad_words: tuple[BadWord, ...] = ()  # texts, or token ids in sequence, that the answer never contains
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)  # likeliest tokens listed beside each token put out
+    logprobs_mode: Literal["raw", "processed"] = "raw"  # of the model's own law, or of the law the token came from
+    json_schema: dict[str, Any] | None = None  # the answer is JSON that this schema accepts; {} accepts any JSON
+    regex: str | None = None  # the whole answer matches
+    choice: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(None, min_length=1)  # the answer is one
+    grammar: str | None = None  # the answer follows this grammar, in Lark's form or in GBNF
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     ignore_eos: bool = False
     speculate: bool = True  # False: plain decoding for this request
 
-    @model_validator(mode="before")
+    @field_validator("stop", "bad_words", mode="before")
     @classmethod
-    def _one_stop_string(cls, data: object) -> object:
-        """Accept a single string for `stop`."""
-        if isinstance(data, dict) and isinstance(data.get("stop"), str):
-            return {**data, "stop": (data["stop"],)}
-        return data
+    def _one_string(cls, value: object) -> object:
+        """Accept a single string for several."""
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _schema_as_text(cls, value: object) -> object:
+        """Accept a schema written as JSON."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"not valid JSON ({error}): give a JSON schema") from None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens} but max_tokens {self.max_tokens}: lower min_tokens")
+        if len(given := self.grammar_fields) > 1:
+            raise ValueError(f"{' and '.join(given)} were given together: give one grammar")
+        if given and self.ignore_eos:
+            raise ValueError(f"ignore_eos goes with no {given[0]}: a grammar ends with the model's end token")
+        return self
+
+    @property
+    def grammar_fields(self) -> list[str]:
+        """The names of the fields that give a grammar: one at most."""
+        return [name for name in ("json_schema", "regex", "choice", "grammar") if getattr(self, name) is not None]
+
+
+class TokenLogprob(NamedTuple):
+    """Natural log probabilities at one token of an answer: its own, and of the likeliest tokens there in order."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]  # (token id, logprob), as many as were asked for and are possible
 
 
 class RoundRecord(NamedTuple):
@@ -70,6 +122,8 @@ class Completion:
     drafted: int  # drafts verified in them
     accepted_by_position: list[int]  # [i]: rounds whose draft i was put out
     round_records: list[RoundRecord]  # empty unless the engine records them
+    index: int = 0  # which of the request's n answers
+    logprobs: list[TokenLogprob] | None = None  # one a token, where asked for
 
     @property
     def tau(self) -> float | None:
