@@ -121,7 +121,7 @@ class Completion:
     rounds: int  # speculative rounds
     drafted: int  # drafts verified in them
     accepted_by_position: list[int]  # [i]: rounds whose draft i was put out
-    round_records: list[RoundRecord]  # empty unless the engine records them
+    round_records: list[RoundRecord] = field(default_factory=list)  # empty unless the engine records them
     index: int = 0  # which of the request's n answers
     logprobs: list[TokenLogprob] | None = None  # one a token, where asked for
 
