@@ -27,8 +27,11 @@ def read_prompts(directory: Path | None, sets: tuple[str, ...], count: int) -> d
 
 
 def open_pair(target_name: str, drafter_name: str, dtype: str, max_batch: int = 1) -> Session:
-    """A session on the target in `dtype` with the drafter that the command line would take."""
+    """A session on the target in `dtype` with the drafter that the command line would take.
+
+    Without a prefix cache: a prompt that is answered twice costs the same both times.
+    """
     chosen = {"target": target_name, "drafter": drafter_name, "dtype": dtype}
-    session = open_session(ModelOptions.from_dict(chosen, "options"), max_batch)
+    session = open_session(ModelOptions.from_dict(chosen, "options"), max_batch, prefix_cache=False)
     assert session.speculates, "a benchmark of speculation needs a drafter"
     return session

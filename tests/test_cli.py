@@ -17,6 +17,7 @@ from dspark.console import demo
 from dspark.console.config import DemoOptions
 from dspark.console.session import Timed
 from dspark.engine.request import Completion
+from dspark.engine.stats import RequestFigures
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder
 from dspark.models.weights import save_decoder
@@ -206,7 +207,9 @@ def test_brackets_of_an_answer_are_not_markup(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Code such as x[n - 1] must survive on its way to the terminal, in the plain column as in the coloured one."""
-    answer = Timed(Completion("r", [1], [1, 2], "x[n - 1] [bold]", "stop", ["prefill", "bonus"], 1, 0, []), 1.0, 1.0)
+    answer = Timed(
+        Completion("r", [1], [1, 2], "x[n - 1] [bold]", "stop", ["prefill", "bonus"], RequestFigures(1, 1)), 1.0, 1.0
+    )
     session = SimpleNamespace(
         speculates=True,
         text_ids=lambda text: [1],

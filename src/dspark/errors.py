@@ -30,5 +30,9 @@ class CacheError(DsparkError):
     """A target cache is missing, damaged, or was built from other inputs."""
 
 
+class OverloadError(DsparkError):
+    """As many requests wait as may (`max_waiting`): the same request may be served later."""
+
+
 class RequestError(DsparkError):
     """A generation request cannot be served: an empty prompt, one too long, or parameters out of range."""

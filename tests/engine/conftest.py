@@ -75,7 +75,7 @@ def random_model(path: Path, family: str, **changes: object) -> PreTrainedModel:
 class Scripted(Drafter):
     """A real drafter whose draws are overwritten by known continuations, so that runs of drafts are accepted.
 
-    `script` maps a position and the anchor there to the drafts that follow; greedy requests only.
+    `script` maps a position and the anchor there to the drafts that follow. Sampled requests keep their draws.
     """
 
     script: Callable[[int, int], list[int]]
@@ -83,7 +83,7 @@ class Scripted(Drafter):
     def propose(self, anchors, batch, cache, rows, seq_lens, num_drafts) -> DraftBlock:
         block = super().propose(anchors, batch, cache, rows, seq_lens, num_drafts)
         drafts = [self.script(*where)[:num_drafts] for where in zip(seq_lens.tolist(), anchors.tolist(), strict=True)]
-        return block._replace(tokens=torch.tensor(drafts))
+        return block._replace(tokens=torch.where(rows.greedy[:, None], torch.tensor(drafts), block.tokens))
 
 
 class ScriptedBlock(Scripted, BlockDrafter):

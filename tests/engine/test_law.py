@@ -99,7 +99,7 @@ def first_tokens(engine: Engine, params: list[SamplingParams]) -> list[tuple[int
 def draw(pair, kinds: list[SamplingParams], trials: int) -> list[np.ndarray]:
     """How often each triple came first, [V ** 3] for each kind: `trials` of all kinds together, with greedy rows."""
     target, drafter, _ = pair
-    settings = EngineSettings(max_batch=512, max_length=16, block_size=4, prefill_tokens=2048)
+    settings = EngineSettings(max_batch=512, max_length=16, block_size=4, step_tokens=4096)
     engine = Engine(target, drafter, settings)
     order = np.random.default_rng(0)
     counts = [Counter() for _ in kinds]

@@ -92,12 +92,13 @@ class Session:
                     yield output
 
 
-def open_session(options: ModelOptions, max_batch: int = 1) -> Session:
+def open_session(options: ModelOptions, max_batch: int = 1, prefix_cache: bool = True) -> Session:
     """Load target and drafter as the options say, for `max_batch` requests at once.
 
     Raises CheckpointError naming what does not fit.
     """
-    engine = open_engine(options, EngineSettings(max_batch=max_batch, max_length=4096))
+    settings = EngineSettings(max_batch=max_batch, max_length=4096, prefix_cache=prefix_cache)
+    engine = open_engine(options, settings)
     return Session(engine.target, engine)
 
 

@@ -36,6 +36,7 @@ class Drafter(nn.Module, ABC):
     markov_head: MarkovHead | None
     confidence_head: ConfidenceHead | None
     token_ids: Tensor | None
+    context_reads_next: bool = False  # whether what `inject` writes for a row depends on the token after it
 
     def __init__(self, config: DrafterConfig, target: Decoder, token_ids: Tensor | None = None) -> None:
         super().__init__()

@@ -114,6 +114,7 @@ class Eagle3Drafter(Drafter):
     """A chain drafter: `num_drafts` steps of one row each. Raises CheckpointError as `Drafter` does."""
 
     backbone: Eagle3Backbone
+    context_reads_next = True
 
     def __init__(self, config: DrafterConfig, target: Decoder, token_ids: Tensor | None = None) -> None:
         super().__init__(config, target, token_ids)

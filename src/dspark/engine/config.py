@@ -11,13 +11,18 @@ class EngineSettings(Settings):
     """How much an engine serves at once, and how it speculates.
 
     The KV memory follows from `num_blocks`; by default every one of `max_batch` requests may grow to `max_length`.
+    A step runs one decode round for all running requests, and as many prompt rows, padding counted, as the round leaves
+    of `step_tokens`, but at least a block: a long prompt is cut in chunks, so it holds nobody up.
     """
 
     max_batch: int = Field(8, ge=1)  # requests decoded together
     max_length: int = Field(2048, ge=2)  # tokens of prompt and answer together; the model's own limit holds as well
     block_size: int = Field(16, ge=1)  # tokens a cache block
     num_blocks: int | None = Field(None, ge=2)  # cache blocks, the reserved block 0 counted; None = see above
-    prefill_tokens: int = Field(2048, ge=1)  # prompt rows of one prefill step, padding counted; one prompt always fits
+    step_tokens: int = Field(512, ge=1)  # rows of one step: first those of the decode round, the rest for prompts
+    prefix_cache: bool = True  # keep the blocks of past tokens for prompts that begin alike
+    max_waiting: int | None = Field(None, ge=0)  # requests that may wait; one more is refused; None = any number
+    aging_steps: int = Field(1000, ge=0)  # what one level of priority is worth: a head start of so many steps
     speculate: bool = True  # False: plain decoding even with a drafter
     num_draft_tokens: int | None = Field(
         None, ge=1

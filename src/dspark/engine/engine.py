@@ -1,6 +1,7 @@
 """The engine: requests in, tokens and text out, a step at a time."""
 
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -10,13 +11,14 @@ import torch
 from dspark.drafters.base import Drafter
 from dspark.engine.blocks import BlockAllocator
 from dspark.engine.config import EngineSettings
+from dspark.engine.prefix import PrefixIndex
 from dspark.engine.request import Completion, Origin, Request, SamplingParams
 from dspark.engine.round import Emission, Round
 from dspark.engine.runner import Runner, num_window_positions
 from dspark.engine.scheduler import Scheduler
-from dspark.engine.stats import AcceptanceWatch, EngineStats
+from dspark.engine.stats import AcceptanceWatch, EngineLoad, EngineStats
 from dspark.engine.text import TextStream
-from dspark.errors import RequestError
+from dspark.errors import OverloadError, RequestError
 from dspark.models.target import Target
 from dspark.spec.sampling import fold_seed
 
@@ -54,14 +56,34 @@ class Engine:
         num_blocks = settings.num_blocks or 1 + settings.max_batch * settings.blocks_for(self.limit + window)
         runner = Runner(target.decoder, self.drafter, settings, num_blocks)
         self._round = Round(runner, self.stats, AcceptanceWatch(), settings.record_rounds)
-        self._scheduler = Scheduler(settings, BlockAllocator(num_blocks), window)
+        index = PrefixIndex(
+            settings.block_size, self.drafter is not None and self.drafter.context_reads_next, settings.prefix_cache
+        )
+        self._scheduler = Scheduler(settings, BlockAllocator(num_blocks, index), self.stats, runner.num_drafts, window)
         # Not tokenizer.decode: its cleaning of blanks would change text that has been given out.
         self._decode: Callable[[list[int]], str] = target.tokenizer.backend_tokenizer.decode  # skips special tokens
         self._requests: dict[str, Request] = {}
         self._names = (f"request-{number}" for number in count())
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None) -> str:
-        """Queue a request and return its id. Raises RequestError for a prompt that can not be served."""
+    @property
+    def load(self) -> EngineLoad:
+        """Requests and cache blocks, as they stand between two steps."""
+        scheduler, allocator = self._scheduler, self._scheduler.allocator
+        return EngineLoad(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            free_blocks=allocator.num_free,
+            cached_blocks=allocator.num_idle,
+            num_blocks=allocator.num_blocks - 1,
+        )
+
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None, priority: int = 0
+    ) -> str:
+        """Queue a request and return its id. A lower `priority` is served first (`EngineSettings.aging_steps`).
+
+        Raises RequestError for a prompt that can not be served, and OverloadError when `max_waiting` requests wait.
+        """
         if request_id is None:
             request_id = next(name for name in self._names if name not in self._requests)
         if request_id in self._requests:
@@ -78,14 +100,19 @@ class Engine:
             stop_token_ids=frozenset(stops),
             stream=TextStream(self._decode, params.stop),
             speculates=params.speculate and self.drafter is not None,
+            submitted_at=time.perf_counter(),
         )
         if not self._scheduler.can_ever_fit(request):
             raise RequestError(
                 f"prompt of {len(prompt_ids)} tokens with max_tokens {params.max_tokens} never fits the cache: "
                 "lower max_tokens or raise num_blocks"
             )
+        if self._scheduler.is_full:
+            raise OverloadError(
+                f"{self.settings.max_waiting} requests wait already (max_waiting): try again when some are served"
+            )
         self._requests[request_id] = request
-        self._scheduler.add(request)
+        self._scheduler.add(request, priority)
         return request_id
 
     def has_work(self) -> bool:
@@ -94,13 +121,13 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """Prefill the requests that may join the batch or, if there are none, run one round for the whole batch."""
-        admitted = self._scheduler.admit()
-        if admitted:
-            return self._finish(self._round.prefill(admitted))
-        running = self._scheduler.grow()
-        groups = [[r for r in running if r.speculates], [r for r in running if not r.speculates]]
-        return self._finish([emission for group in groups if group for emission in self._round.decode(group)])
+        """Run one round for the requests that decode, and the next rows of the prompts that are under way."""
+        decoding, chunks = self._scheduler.schedule()
+        groups = [[r for r in decoding if r.speculates], [r for r in decoding if not r.speculates]]
+        emissions = [emission for group in groups if group for emission in self._round.decode(group)]
+        if chunks:
+            emissions += self._round.prefill(chunks)
+        return self._finish(emissions)
 
     def abort(self, request_id: str) -> Completion | None:
         """Drop a request, waiting or running, and return what it has so far; None if it is not (or no longer) live."""
@@ -110,12 +137,12 @@ class Engine:
         self._scheduler.remove(request)
         request.finish_reason = "abort"
         request.stream.finish()
-        return request.completion()
+        return self._complete(request)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Completion]:
-        """Answer all prompts, in their order. Raises RequestError if one can not be served, before any is started."""
+        """Answer all prompts, in their order. Raises as `submit` does, before any is started."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts came with {len(each)} params: give one for all, or one each")
@@ -123,7 +150,7 @@ class Engine:
         try:
             for prompt, param in zip(prompts, each, strict=True):
                 ids.append(self.submit(prompt, param))
-        except RequestError:
+        except (RequestError, OverloadError):
             for request_id in ids:
                 self.abort(request_id)
             raise
@@ -133,25 +160,30 @@ class Engine:
         return [done[request_id] for request_id in ids]
 
     def check_integrity(self) -> None:
-        """Assert that every cache block is free or held by one live request, and that lengths agree."""
-        self._scheduler.allocator.check_integrity(request.block_table for request in self._scheduler)
+        """Assert that every cache block is free or held by live requests alone, and that lengths agree."""
+        self._scheduler.check_integrity()
         assert {r.request_id for r in self._scheduler} == set(self._requests), "a request is lost or dead but scheduled"
-        for request in self._scheduler.running:
-            assert request.seq_len == len(request.known_ids), f"{request.request_id}: seq_len is off"
 
     def _finish(self, emissions: list[Emission]) -> list[StepOutput]:
         """Remove finished requests, and turn emissions into outputs."""
         outputs = []
         for request, token_ids, text, origins in emissions:
+            self._scheduler.list_blocks(request)
+            if token_ids and request.figures.first_token_seconds is None:
+                request.figures.first_token_seconds = time.perf_counter() - request.submitted_at
             completion = None
             if request.finish_reason is not None:
                 self._scheduler.remove(request)
                 del self._requests[request.request_id]
-                completion = request.completion()
+                completion = self._complete(request)
             self.stats.output_tokens += len(token_ids)
             if token_ids or text or completion:
                 outputs.append(StepOutput(request.request_id, token_ids, text, origins, completion))
         return outputs
+
+    def _complete(self, request: Request) -> Completion:
+        request.figures.total_seconds = time.perf_counter() - request.submitted_at
+        return request.completion()
 
     def _check_prompt(self, prompt_ids: list[int]) -> None:
         if not prompt_ids:

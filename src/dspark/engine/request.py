@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from dspark.config import Settings
-from dspark.engine.stats import count_accepted
+from dspark.engine.stats import RequestFigures
 from dspark.engine.text import TextStream
 
 Origin = Literal["prefill", "accepted", "bonus"]
@@ -118,9 +118,7 @@ class Completion:
     text: str
     finish_reason: FinishReason
     origins: list[Origin]  # one a token
-    rounds: int  # speculative rounds
-    drafted: int  # drafts verified in them
-    accepted_by_position: list[int]  # [i]: rounds whose draft i was put out
+    figures: RequestFigures = field(default_factory=RequestFigures)
     round_records: list[RoundRecord] = field(default_factory=list)  # empty unless the engine records them
     index: int = 0  # which of the request's n answers
     logprobs: list[TokenLogprob] | None = None  # one a token, where asked for
@@ -128,15 +126,30 @@ class Completion:
     @property
     def tau(self) -> float | None:
         """Accepted length: tokens per speculative round, the bonus counted; None without such a round."""
-        spoken = sum(origin != "prefill" for origin in self.origins)
-        return spoken / self.rounds if self.rounds else None
+        return self.figures.accepted_length
+
+    @property
+    def rounds(self) -> int:
+        """Speculative rounds."""
+        return self.figures.rounds
+
+    @property
+    def drafted(self) -> int:
+        """Drafts verified in them."""
+        return self.figures.drafted
+
+    @property
+    def accepted_by_position(self) -> list[int]:
+        """[i]: rounds whose draft i was put out."""
+        return self.figures.accepted_by_position
 
 
 @dataclass(eq=False)
 class Request:
     """A live request. `token_ids` is the answer so far; its last one is the anchor, which has no KV yet.
 
-    Invariant between steps, while running: seq_len == len(prompt_ids) + len(token_ids) - 1.
+    Invariant between steps: seq_len == num_known while decoding; less while the prompt is under way, 0 while waiting.
+    Rounds write at positions from seq_len on, and only to those below reserved_len, for which there are blocks.
     """
 
     request_id: str
@@ -147,20 +160,28 @@ class Request:
     stop_token_ids: frozenset[int]
     stream: TextStream
     speculates: bool
+    rank: tuple[int, int] = (0, 0)  # requests are served in this order, lowest first; no two are equal
+    submitted_at: float = 0.0  # on the clock of time.perf_counter
     token_ids: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
-    seq_len: int = 0  # tokens with valid KV in both caches
+    seq_len: int = 0  # committed: tokens with valid KV in both caches
+    reserved_len: int = 0  # positions that the blocks were taken for
+    digests: list[bytes] = field(default_factory=list)  # of its full blocks, as far as the prefix index has asked
+    num_listed: int = 0  # blocks of the table that the prefix index has seen
     finish_reason: FinishReason | None = None
-    rounds: int = 0
-    drafted: int = 0
-    accepted_by_position: list[int] = field(default_factory=list)
+    figures: RequestFigures = field(default_factory=RequestFigures)
     round_records: list[RoundRecord] = field(default_factory=list)
 
     @property
-    def known_ids(self) -> list[int]:
-        """Tokens that a prefill must run: the prompt, and after a preemption the answer up to the anchor."""
-        return self.prompt_ids + self.token_ids[:-1]
+    def num_known(self) -> int:
+        """Tokens that must have KV before a round: the prompt, and after a preemption the answer up to the anchor."""
+        return len(self.prompt_ids) + max(len(self.token_ids) - 1, 0)
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next thing to run is a round, not rows of the prompt."""
+        return bool(self.token_ids) and self.seq_len == self.num_known
 
     @property
     def num_tokens_left(self) -> int:
@@ -172,10 +193,12 @@ class Request:
         """Positions the longest possible answer fills."""
         return min(len(self.prompt_ids) + self.params.max_tokens, self.limit)
 
-    def last_ids(self, count: int) -> list[int]:
-        """The last `count` tokens of prompt and answer, the anchor among them."""
-        from_prompt = count - len(self.token_ids)
-        return (self.prompt_ids[-from_prompt:] if from_prompt > 0 else []) + self.token_ids[-count:]
+    def ids(self, begin: int, end: int) -> list[int]:
+        """The tokens of prompt and answer at positions begin..end-1."""
+        answered = len(self.prompt_ids)
+        if begin >= answered:
+            return self.token_ids[begin - answered : end - answered]
+        return self.prompt_ids[begin:end] + self.token_ids[: max(end - answered, 0)]
 
     def extend(self, token_ids: list[int], origins: list[Origin]) -> tuple[int, str]:
         """Put out the tokens up to the first stop, and set `finish_reason` there.
@@ -196,12 +219,6 @@ class Request:
             text += self.stream.finish()
         return count, text
 
-    def record_round(self, num_drafts: int, num_accepted: int) -> None:
-        """Count one speculative round that verified `num_drafts` drafts and put out `num_accepted` of them."""
-        self.rounds += 1
-        self.drafted += num_drafts
-        count_accepted(self.accepted_by_position, num_drafts, num_accepted)
-
     def completion(self) -> Completion:
         """The finished answer."""
         assert self.finish_reason is not None
@@ -212,8 +229,6 @@ class Request:
             self.stream.text,
             self.finish_reason,
             self.origins,
-            self.rounds,
-            self.drafted,
-            self.accepted_by_position,
+            self.figures,
             self.round_records,
         )

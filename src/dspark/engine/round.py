@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dspark.engine.request import Origin, Request, RoundRecord
 from dspark.engine.runner import Forward, Runner, Window, window_of
+from dspark.engine.scheduler import Chunk
 from dspark.engine.stats import AcceptanceWatch, EngineStats
 from dspark.spec.accept import accept
 from dspark.spec.planner import static_plan
@@ -51,23 +52,26 @@ class Round:
             acceptance = accept(block, logits, plan, window.rows, window.positions)
         with self.stats.phase("commit"):
             emissions = self.commit(forward, requests, outputs(block, acceptance))
-            self._record(emissions, plan, speculative)
+            self._record(emissions, plan, block.num_drafts, speculative)
             if speculative and self.record_rounds:
                 keep_records(emissions, window, block, plan, acceptance)
         return emissions
 
-    def prefill(self, requests: list[Request]) -> list[Emission]:
-        """Run whole prompts; the first token becomes the anchor. A preempted request gets its KV back and no token."""
+    def prefill(self, chunks: list[Chunk]) -> list[Emission]:
+        """Run the next rows of prompts; the token after a prompt's last row becomes the anchor.
+
+        A preempted request gets its KV back and no token: it has its anchor.
+        """
         with self.stats.phase("prefill"):
-            window = window_of(requests, self.runner.device)
-            forward, logits = self._run_prompts(window)
-            positions = torch.tensor([len(r.known_ids) - 1 for r in requests], device=self.runner.device)
-            block = DraftBlock.empty(len(requests), self.runner.device)
-            acceptance = accept(block, logits, VerifyPlan(torch.ones_like(positions)), window.rows, positions)
-            tokens = outputs(block, acceptance)
-            resumed = [bool(request.token_ids) for request in requests]
-            tokens = [[] if again else new for new, again in zip(tokens, resumed, strict=True)]
-            return self.commit(forward, requests, tokens, prefill=True)
+            requests = [chunk.request for chunk in chunks]
+            forward = self._run_chunks(window_of(requests, self.runner.device), chunks)
+            tokens: list[list[int]] = [[] for _ in chunks]
+            ends = [i for i, chunk in enumerate(chunks) if chunk.is_last and not chunk.request.token_ids]
+            if ends:
+                last = forward.hidden[ends, [chunks[i].num_rows - 1 for i in ends]]  # [b, H]
+                for i, token in zip(ends, self._first_tokens([requests[i] for i in ends], last), strict=True):
+                    tokens[i] = token
+            return self.commit(forward, requests, tokens, [chunk.num_rows for chunk in chunks])
 
     def propose(self, window: Window, speculative: bool) -> DraftBlock:
         """One block of drafts per request, or none at all."""
@@ -102,43 +106,49 @@ class Round:
         return forward, logits
 
     def commit(
-        self, forward: Forward, requests: list[Request], tokens: list[list[int]], prefill: bool = False
+        self, forward: Forward, requests: list[Request], tokens: list[list[int]], chunk_lens: list[int] | None = None
     ) -> list[Emission]:
         """Put tokens out up to the first stop, then advance by just those: KV length, counters, the drafter's context.
 
-        The input rows that become history are the known ones (the prompt, or the anchor) and the accepted drafts; the
-        last token put out has no KV yet and is the next anchor.
+        The input rows that become history are the known ones (of a prompt's chunk, or the anchor) and the accepted
+        drafts; the last token put out has no KV yet and is the next anchor.
         """
         emissions, num_rows = [], []
-        for request, new in zip(requests, tokens, strict=True):
-            known = len(request.known_ids) if prefill else 1
+        for i, (request, new) in enumerate(zip(requests, tokens, strict=True)):
+            known = chunk_lens[i] if chunk_lens else 1
             failed = bool(new) and new[-1] < 0
             origins: list[Origin] = ["accepted"] * (len(new) - 1)
-            origins.append("prefill" if prefill else "bonus")
+            origins.append("prefill" if chunk_lens else "bonus")
             count, text = request.extend(new[:-1] if failed else new, origins)
             if failed and request.finish_reason is None:
                 request.finish_reason = "error"
                 text += request.stream.finish()
-            num_rows.append(known + max(count - 1, 0))
+            # What follows a failed request's last row is not known, and nobody will ask for its context.
+            num_rows.append(0 if failed else known + max(count - 1, 0))
             request.seq_len += num_rows[-1]
             emissions.append(Emission(request, new[:count], text, origins[:count]))
-        if forward.features.shape[2]:
+        if forward.features.shape[2] and any(num_rows):
             self.runner.inject(forward, requests, num_rows)
         return emissions
 
-    def _run_prompts(self, window: Window) -> tuple[Forward, Tensor]:
-        """The target over whole prompts, padded on the right; logits [B, 1, V] of each last row."""
-        prompts = [request.known_ids for request in window.requests]
-        lens = [len(ids) for ids in prompts]
+    def _run_chunks(self, window: Window, chunks: list[Chunk]) -> Forward:
+        """The target over the chunks' rows, padded on the right."""
+        lens = [chunk.num_rows for chunk in chunks]
         self.stats.prompt_tokens += sum(lens)
         width = max(lens)
-        token_ids = torch.tensor([ids + [0] * (width - len(ids)) for ids in prompts], device=self.runner.device)
+        rows = [r.ids(r.seq_len, r.seq_len + n) + [0] * (width - n) for r, n in chunks]
         capture = any(request.speculates for request in window.requests)
-        forward = self.runner.forward(window, token_ids, lens, capture)
-        last = forward.hidden[torch.arange(len(lens)), torch.tensor(lens) - 1]
-        return forward, self.runner.logits(last)[:, None]
+        return self.runner.forward(window, torch.tensor(rows, device=self.runner.device), lens, capture)
 
-    def _record(self, emissions: list[Emission], plan: VerifyPlan, speculative: bool) -> None:
+    def _first_tokens(self, requests: list[Request], hidden: Tensor) -> list[list[int]]:
+        """The token after each prompt, from the states [B, H] of the last rows; [-1] where no logit is finite."""
+        positions = torch.tensor([request.num_known - 1 for request in requests], device=self.runner.device)
+        block = DraftBlock.empty(len(requests), self.runner.device)
+        rows = window_of(requests, self.runner.device).rows
+        logits = self.runner.logits(hidden)[:, None]
+        return outputs(block, accept(block, logits, VerifyPlan(torch.ones_like(positions)), rows, positions))
+
+    def _record(self, emissions: list[Emission], plan: VerifyPlan, num_proposed: int, speculative: bool) -> None:
         """Count the round for the engine and for each request."""
         self.stats.steps += 1
         if not speculative:
@@ -146,8 +156,8 @@ class Round:
         judged = committed = 0
         for (request, token_ids, _, origins), verify_len in zip(emissions, plan.verify_lens.tolist(), strict=True):
             num_drafts, num_accepted = verify_len - 1, origins.count("accepted")
-            request.record_round(num_drafts, num_accepted)
-            self.stats.record_round(num_drafts, num_accepted, len(token_ids))
+            request.figures.record_round(num_proposed, verify_len, num_accepted, len(token_ids))
+            self.stats.record_round(num_proposed, verify_len, num_accepted, len(token_ids))
             if num_drafts:
                 judged += 1
                 committed += len(token_ids)

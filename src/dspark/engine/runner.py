@@ -78,7 +78,7 @@ class Runner:
         assert self.drafter is not None
         lens = torch.tensor(num_rows, device=self.device)
         keep = torch.arange(forward.features.shape[1], device=self.device) < lens[:, None]  # [B, T]
-        following = [request.last_ids(count) for request, count in zip(requests, num_rows, strict=True)]
+        following = [r.ids(r.seq_len + 1 - count, r.seq_len + 1) for r, count in zip(requests, num_rows, strict=True)]
         next_ids = torch.tensor([token for ids in following for token in ids], device=self.device)
         batch, cache = forward.batch, self.draft_cache
         self.drafter.inject(forward.features[keep], next_ids, batch.positions[keep], batch.slots[keep], cache)

@@ -17,29 +17,67 @@ _log = get_logger(__name__)
 
 
 @dataclass
-class EngineStats:
-    """Running totals since the engine was made. Rounds count once a request that took part."""
+class RoundFigures:
+    """Counts over speculative rounds, one a request and round. A round that a stop cut counts what it put out."""
 
-    seconds: dict[Phase, float] = field(default_factory=dict)
-    steps: int = 0  # decode rounds of a whole batch
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    rounds: int = 0  # speculative rounds
+    rounds: int = 0
     committed: int = 0  # tokens these rounds put out, bonus counted
-    drafted: int = 0  # drafts these rounds verified
+    proposed: int = 0  # drafts proposed
+    drafted: int = 0  # drafts verified
     accepted_by_position: list[int] = field(default_factory=list)  # [i]: rounds whose draft i was put out
+    committed_lens: list[int] = field(default_factory=list)  # [n]: rounds that put out n tokens
+    verify_lens: list[int] = field(default_factory=list)  # [n]: rounds whose verify length (or cap) was n
+
+    @property
+    def accepted(self) -> int:
+        """Drafts put out."""
+        return sum(self.accepted_by_position)
 
     @property
     def accepted_length(self) -> float | None:
-        """Tau: tokens put out per speculative round of a request, bonus counted; None before the first."""
+        """Tau: tokens put out per speculative round, bonus counted; None before the first."""
         return self.committed / self.rounds if self.rounds else None
 
-    def record_round(self, num_drafts: int, num_accepted: int, num_committed: int) -> None:
-        """Count one request's part in a speculative round: drafts verified and put out, tokens put out."""
+    def record_round(self, num_drafts: int, verify_len: int, num_accepted: int, num_committed: int) -> None:
+        """Count one round of one request: drafts proposed, rows verified, drafts put out, tokens put out."""
         self.rounds += 1
-        self.drafted += num_drafts
         self.committed += num_committed
-        count_accepted(self.accepted_by_position, num_drafts, num_accepted)
+        self.proposed += num_drafts
+        self.drafted += verify_len - 1
+        _count(self.committed_lens, num_committed)
+        _count(self.verify_lens, verify_len)
+        self.accepted_by_position += [0] * (verify_len - 1 - len(self.accepted_by_position))
+        for i in range(num_accepted):
+            self.accepted_by_position[i] += 1
+
+
+@dataclass
+class RequestFigures(RoundFigures):
+    """What one request took, besides its rounds. Times are seconds since it was submitted."""
+
+    cached_tokens: int = 0  # prompt tokens whose keys and values came from the prefix cache
+    preemptions: int = 0
+    queue_seconds: float | None = None  # until its prompt began to run; None: it never did
+    first_token_seconds: float | None = None  # None: it put out nothing
+    total_seconds: float = 0.0
+
+
+@dataclass
+class EngineStats(RoundFigures):
+    """Running totals since the engine was made."""
+
+    seconds: dict[Phase, float] = field(default_factory=dict)
+    steps: int = 0  # decode rounds of a whole batch
+    prompt_tokens: int = 0  # tokens that prefill ran, those of resumed requests counted
+    output_tokens: int = 0
+    looked_up_tokens: int = 0  # tokens to be known when prompts were begun or resumed ...
+    cached_tokens: int = 0  # ... and those of them that the prefix cache held
+    preemptions: int = 0
+
+    @property
+    def prefix_hit_rate(self) -> float | None:
+        """Share of the tokens to be known that the prefix cache held; None before the first prompt."""
+        return self.cached_tokens / self.looked_up_tokens if self.looked_up_tokens else None
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
@@ -51,11 +89,21 @@ class EngineStats:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
 
-def count_accepted(by_position: list[int], num_drafts: int, num_accepted: int) -> None:
-    """Add one round to a table of how often the draft at each position was put out."""
-    by_position += [0] * (num_drafts - len(by_position))
-    for i in range(num_accepted):
-        by_position[i] += 1
+@dataclass(frozen=True)
+class EngineLoad:
+    """What the engine holds between two steps."""
+
+    running: int  # requests with blocks: prompts under way and decoding ones
+    waiting: int  # requests in the queue, preempted ones counted
+    free_blocks: int  # cache blocks nobody holds; some of them keep a prefix that may be asked for again
+    cached_blocks: int  # those of the free blocks that keep one
+    num_blocks: int  # all blocks, the reserved one left out
+
+
+def _count(histogram: list[int], value: int) -> None:
+    """Add one to a histogram at `value`."""
+    histogram += [0] * (value + 1 - len(histogram))
+    histogram[value] += 1
 
 
 class AcceptanceWatch:
