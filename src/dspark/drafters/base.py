@@ -21,6 +21,7 @@ from dspark.models.decoder import Decoder
 from dspark.models.kv_cache import PagedKVCache
 from dspark.models.layers import softcap
 from dspark.models.linear import pack_linears
+from dspark.models.weights import parameters_digest
 from dspark.spec.sampling import Role, argmax, categorical, probabilities, uniform
 from dspark.spec.types import DraftBlock, SamplingRows
 
@@ -44,6 +45,7 @@ class Drafter(nn.Module, ABC):
         self.config = config
         self.markov_head = None
         self.confidence_head = None
+        self.digest: str | None = None  # 16 hex digits that identify weights and conventions, once prepared
         self.register_buffer("token_ids", token_ids, persistent=False)
         # Borrowed, so kept out of parameters() and of the state dict.
         self._borrowed = _Borrowed(target, token_ids)
@@ -82,6 +84,7 @@ class Drafter(nn.Module, ABC):
         """Freeze for serving: no gradients, the target's dtype (its bytes are the cost), linears packed."""
         self.requires_grad_(False).eval()
         self.backbone.fold_scale()
+        self.digest = self._identify()
         for parameter in self.parameters():
             parameter.data = parameter.data.to(self.embedding_weight.dtype)
         rows, width = self.lm_head_weight.shape
@@ -91,6 +94,16 @@ class Drafter(nn.Module, ABC):
         pack_linears(self)
         pack_linears(self._borrowed.head)
         return self
+
+    def _identify(self) -> str:
+        """What a calibration belongs to: the same in every file and dtype of one drafter.
+
+        It leaves the config's own digest out, since that changes with every field the config gains.
+        """
+        c = self.config
+        conventions = (c.num_drafts, c.target_layer_ids, c.mask_token_id, c.sample_from_anchor, c.block_attention)
+        vocabulary = None if self.token_ids is None else self.token_ids.tolist()
+        return parameters_digest(self, repr((conventions, vocabulary)))
 
     # ---- serving
 

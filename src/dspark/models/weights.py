@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from dspark.errors import CheckpointError
 from dspark.files import atomic_path
@@ -126,8 +126,13 @@ def weights_digest(decoder: Decoder) -> str:
 
     The same for all file layouts and dtypes of one model, and cheap for large ones. Take it before packing.
     """
-    digest = hashlib.sha256(decoder.config.digest().encode())
-    for name, parameter in decoder.named_parameters():
+    return parameters_digest(decoder, decoder.config.digest())
+
+
+def parameters_digest(module: nn.Module, more: str) -> str:
+    """Return 16 hex digits that identify `more` and a sample of every parameter, rounded to bfloat16."""
+    digest = hashlib.sha256(more.encode())
+    for name, parameter in module.named_parameters():
         flat = parameter.detach().flatten()
         index = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64).long()
         sample = flat[index.to(flat.device)].to(torch.bfloat16).cpu().view(torch.int16)
