@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
-HEAVY = {"torch", "transformers", "scipy", "tensorboard", "httpx", "datasets"}
+HEAVY = {"torch", "transformers", "scipy", "matplotlib", "tensorboard", "httpx", "datasets"}
 ALWAYS_LIGHT = ["dspark.errors", "dspark.log", "dspark.files", "dspark.cli"]
 
 PROBE = f"""

@@ -152,6 +152,11 @@ def test_the_whole_path(
         assert (row["accepted_length"] is None) == (drafter == "none")
         texts.append(row["text"])
     assert len(set(texts)) == 1, "greedy text is the same with and without speculation"
+    drafter = ("--target", str(target), "--dtype", "float32", "--drafter", str(tmp_path / "run" / "last"))
+    assert run(monkeypatch, "calibrate", str(tmp_path / "prompts.jsonl"), *drafter, "--max-tokens", "24", "--json") == 0
+    temperatures = json.loads(capsys.readouterr().out)["calibration"]["temperatures"]
+    assert json.loads((tmp_path / "run" / "last" / "calibration.json").read_text())["temperatures"] == temperatures
+    assert len(temperatures) == 3
 
 
 BAD = [
@@ -166,6 +171,8 @@ BAD = [
     (["train", "RECIPE"], "manifest.json"),
     (["train", "RECIPE", "features=streamed"], "conversations: features = 'streamed' needs them"),
     (["cache", "RECIPE"], "conversations: missing"),
+    (["calibrate", "prompts.jsonl"], "out: name a directory"),
+    (["calibrate", "prompts.jsonl", "--drafter", "nowhere"], "no such directory"),
 ]
 
 

@@ -15,6 +15,7 @@ from dspark.config import Settings, read_toml
 from dspark.console.config import ChatOptions, DemoOptions, GenerateOptions, ShowOptions
 from dspark.data.config import PrepareSettings
 from dspark.errors import ConfigError, DsparkError
+from dspark.evaluation.config import CalibrateOptions
 from dspark.generation.config import RegenerateSettings, SynthesizeSettings
 from dspark.log import configure_logging
 from dspark.training.config import TrainSettings
@@ -120,6 +121,17 @@ def train(recipe: Recipe, overrides: Overrides = (), dry_run: bool = False) -> N
         tables.show(tables.report_rows(report))
 
 
+def calibrate(options: Annotated[CalibrateOptions, tyro.conf.arg(name="")]) -> None:
+    """Make a drafter's confidences mean what they say: fit temperatures, judge them on held-out prompts; resumes.
+
+    Example: dspark calibrate prompts.jsonl --drafter runs/first/best
+    """
+    from dspark.evaluation.calibration_table import show_calibration
+    from dspark.stages import calibrate as run
+
+    show_calibration(run(options), options.json_output)
+
+
 def show(options: Annotated[ShowOptions, tyro.conf.arg(name="")]) -> None:
     """Show which tokens of conversations are trained, as a target's chat template renders them; nothing is written.
 
@@ -149,6 +161,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "regenerate": regenerate,
     "cache": cache,
     "train": train,
+    "calibrate": calibrate,
 }
 DATA_COMMANDS: dict[str, Callable[..., Any]] = {"show": show, "prepare": prepare}
 

@@ -28,8 +28,12 @@ from dspark.drafters.base import Drafter
 from dspark.drafters.layouts.deepspec import read_drafter, write_drafter
 from dspark.engine.config import EngineSettings
 from dspark.engine.engine import Engine
+from dspark.engine.pair import drafter_path, open_engine
 from dspark.engine.request import SamplingParams
 from dspark.errors import ConfigError
+from dspark.evaluation import calibrate as calibration
+from dspark.evaluation.calibrate import CalibrationReport
+from dspark.evaluation.config import CalibrateOptions
 from dspark.generation import regenerate as regeneration
 from dspark.generation import synthesize as synthesis
 from dspark.generation.config import RegenerateSettings, SynthesizeSettings
@@ -173,6 +177,17 @@ def acceptance_probe(settings: HeldOut, target: Target) -> Callable[[Path], floa
         return sum(c.rounds * (c.tau or 0.0) for c in completions) / max(1, rounds)
 
     return measure
+
+
+def calibrate(options: CalibrateOptions) -> CalibrationReport:
+    """Fit the temperatures of a drafter's confidences, and write them beside it or where the options say."""
+    path = drafter_path(options.model)
+    if options.out is None and (path is None or options.model.drafter == "auto"):
+        raise ConfigError("out: name a directory: a drafter that comes with the package is not written to")
+    directory = options.out or path
+    assert directory is not None
+    settings = EngineSettings(max_batch=options.max_batch, max_length=options.max_length, record_rounds=True)
+    return calibration.calibrate(open_engine(options.model, settings), options, directory)
 
 
 def exporter(settings: TrainSettings, target: Target) -> Callable[[Drafter, Path], None]:

@@ -12,12 +12,12 @@ import pytest
 
 from dspark.data.chat import ChatTemplate
 from dspark.data.conversation import Message, read_conversations
+from dspark.data.sources import select_prompts
 from dspark.draws import draw_integer
 from dspark.engine.engine import Engine
 from dspark.engine.request import SamplingParams
 from dspark.errors import ConfigError, DataError
 from dspark.files import read_jsonl
-from dspark.generation.answering import select_prompts
 from dspark.generation.config import RegenerateSettings
 from dspark.generation.regenerate import regenerate
 
@@ -96,9 +96,9 @@ def test_suffixes_and_limit(make_engine: MakeEngine, tmp_path: Path) -> None:
     single = [row["messages"][0]["content"] for row in found.values() if row["source"] == "prompts"]
     assert 0 < sum(text.endswith("\nijk") for text in single) < len(single)
     assert not any(row["messages"][0]["content"].endswith("ijk") for row in found.values() if row["source"] == "two")
-    more = select_prompts(changed.replace(limit=20))
+    more = select_prompts(changed.prompts, 20, changed.seed)
     assert found.keys() < {prompt.id for prompt in more}
-    assert [p.id for p in more] != [p.id for p in select_prompts(changed.replace(limit=20, seed=6))]
+    assert [p.id for p in more] != [p.id for p in select_prompts(changed.prompts, 20, 6)]
 
 
 def test_a_prompt_too_long_is_left_out(
@@ -134,7 +134,7 @@ from pathlib import Path
 from dspark.engine.config import EngineSettings
 from dspark.draws import draw_integer
 from dspark.engine.engine import Engine
-from dspark.generation.answering import select_prompts
+from dspark.data.sources import select_prompts
 from dspark.generation.config import RegenerateSettings
 from dspark.generation.regenerate import regenerate
 from dspark.models.target import load_target

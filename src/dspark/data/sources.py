@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dspark.data.conversation import Conversation, read_conversations
+from dspark.draws import draw
 from dspark.errors import DataError
 from dspark.log import get_logger
 
@@ -48,6 +49,22 @@ def read_prompts(paths: Iterable[str | Path], skip_bad: bool = False) -> Iterato
             yield prompt
         if empty:
             _log.warning("%s: skipped %d rows without a user turn", path, empty)
+
+
+def select_prompts(paths: Iterable[Path], limit: int | None, seed: int, skip_bad: bool = False) -> list[Prompt]:
+    """Of each file the first `limit` prompts (None: all) in an order that the seed decides, mixed in that order.
+
+    A higher limit adds to the prompts of the lower one. Raises `DataError` as `read_prompts` does.
+    """
+    by_file: dict[Path, list[Prompt]] = {}
+    for prompt in read_prompts(paths, skip_bad):
+        by_file.setdefault(prompt.path, []).append(prompt)
+
+    def order(prompt: Prompt) -> float:
+        return draw(seed, "order", prompt.id)
+
+    chosen = [prompt for prompts in by_file.values() for prompt in sorted(prompts, key=order)[:limit]]
+    return sorted(chosen, key=order)
 
 
 def asked(conversation: Conversation) -> tuple[tuple[str, ...], str | None]:

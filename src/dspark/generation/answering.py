@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Never, TypeVar
 
 from dspark.data.conversation import Message
 from dspark.data.journal import Journal
-from dspark.data.sources import Prompt, read_prompts
+from dspark.data.sources import Prompt, select_prompts
 from dspark.draws import draw, draw_integer
 from dspark.errors import DsparkError
 from dspark.files import json_line
@@ -141,26 +141,13 @@ def open_answers(settings: RegenerateSettings, target: str) -> Iterator[Answers]
 
     Raises `ConfigError` when the rows there came from other settings, and `DataError` for malformed prompts.
     """
-    prompts = select_prompts(settings)
+    prompts = select_prompts(settings.prompts, settings.limit, settings.seed, settings.skip_bad)
     with Journal(settings.out, _stamp(target, settings)) as journal:
         left = [prompt for prompt in prompts if prompt.id not in journal.ids]
         with progress(len(prompts), "regenerate", "row", initial=len(prompts) - len(left)) as bar:
             answers = Answers(journal, left, bar)
             answers.errors.unlink(missing_ok=True)
             yield answers
-
-
-def select_prompts(settings: RegenerateSettings) -> list[Prompt]:
-    """The prompts of a run in its order: of each file the first `limit` in an order that the seed decides, mixed."""
-    by_file: dict[Path, list[Prompt]] = {}
-    for prompt in read_prompts(settings.prompts, settings.skip_bad):
-        by_file.setdefault(prompt.path, []).append(prompt)
-
-    def order(prompt: Prompt) -> float:
-        return draw(settings.seed, "order", prompt.id)
-
-    chosen = [prompt for prompts in by_file.values() for prompt in sorted(prompts, key=order)[: settings.limit]]
-    return sorted(chosen, key=order)
 
 
 def _stamp(target: str, settings: RegenerateSettings) -> Mapping[str, Any]:
