@@ -85,7 +85,7 @@ def test_bins_hold_every_round_and_their_means() -> None:
     confidence = torch.tensor([0.0, 0.1, 0.3, 0.5, 0.99, 1.0], dtype=torch.float64)
     outcome = torch.tensor([False, True, False, True, True, False])
     bins = reliability(confidence, outcome, 4)
-    assert bins.count.tolist() == [2, 1, 1, 2]
+    assert bins.counts.tolist() == [2, 1, 1, 2]
     assert bins.confidence.tolist() == pytest.approx([0.05, 0.3, 0.5, 0.995])
     assert bins.outcome.tolist() == [0.5, 0, 1, 0.5]
 

@@ -127,7 +127,7 @@ def by_position(
     for k in range(logits.shape[1]):
         confidence, happened = predicted[:, k].contiguous(), outcome[:, k]
         bins = reliability(confidence, happened)
-        width = 1 / len(bins.count)
+        width = 1 / len(bins.counts)
         figures.append(
             PositionConfidence(
                 position=k + 1,

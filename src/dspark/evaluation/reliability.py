@@ -44,7 +44,7 @@ def _reliability_panel(panel: Axes, figures: Mapping[str, PositionConfidence]) -
     """Predicted against measured survival; a marker's area is the share of rounds in its bin."""
     panel.plot([0, 1], [0, 1], color="0.6", linestyle="--", linewidth=1)
     for color, position in zip(COLORS, figures.values(), strict=False):
-        points = [(b.confidence, b.survival, b.count) for b in position.bins if b.count]
+        points = [(b.confidence or 0.0, b.survival or 0.0, b.count) for b in position.bins if b.count]
         total = sum(count for _, _, count in points)
         x, y = [p[0] for p in points], [p[1] for p in points]
         panel.plot(x, y, color=color, linewidth=1.2)

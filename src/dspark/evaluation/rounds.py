@@ -132,5 +132,5 @@ def _row_id(prompt: Prompt, temperature: float) -> str:
 
 
 def _answered(row: dict[str, Any]) -> AnsweredPrompt:
-    rounds = tuple(RoundRecord(*fields, tuple(logits)) for *fields, logits in row["rounds"])
+    rounds = tuple(RoundRecord._make([*fields, tuple(logits)]) for *fields, logits in row["rounds"])
     return AnsweredPrompt(row["prompt"], row["temperature"], rounds, row["end_rounds"])

@@ -21,7 +21,7 @@ GRID = tuple(2.0 ** (i / 16) for i in range(-64, 65))  # 1/16 .. 16, and 1 itsel
 class Reliability(NamedTuple):
     """Confidences sorted into M bins of equal width over [0, 1]; the means of an empty bin are 0."""
 
-    count: Float64[Tensor, "*rows M"]
+    counts: Float64[Tensor, "*rows M"]
     confidence: Float64[Tensor, "*rows M"]  # mean of the confidences
     outcome: Float64[Tensor, "*rows M"]  # share of true outcomes
 
@@ -67,8 +67,8 @@ def expected_error(bins: Reliability) -> Float64[Tensor, "*rows"]:
 
     Guo et al., arXiv 1706.04599, equation 3. Noise raises it on few rounds: see `noise_error`.
     """
-    total = bins.count.sum(-1)
-    return (bins.count * (bins.outcome - bins.confidence).abs()).sum(-1) / total
+    total = bins.counts.sum(-1)
+    return (bins.counts * (bins.outcome - bins.confidence).abs()).sum(-1) / total
 
 
 def noise_error(bins: Reliability) -> Float64[Tensor, "*rows"]:
@@ -76,8 +76,8 @@ def noise_error(bins: Reliability) -> Float64[Tensor, "*rows"]:
 
     The mean absolute deviation of each bin's share, by the normal approximation to the binomial.
     """
-    deviation = (2 / math.pi * bins.count * bins.confidence * (1 - bins.confidence)).sqrt()
-    return deviation.sum(-1) / bins.count.sum(-1)
+    deviation = (2 / math.pi * bins.counts * bins.confidence * (1 - bins.confidence)).sqrt()
+    return deviation.sum(-1) / bins.counts.sum(-1)
 
 
 def ece(
@@ -97,14 +97,11 @@ def auc(confidence: Float64[Tensor, " N"], outcome: Bool[Tensor, " N"]) -> float
 
     None where all outcomes are the same.
     """
-    values, index, counts = confidence.unique(return_inverse=True, return_counts=True)
-    true = torch.bincount(index[outcome], minlength=len(values)).double()
-    false = counts.double() - true
-    pairs = true.sum() * false.sum()
-    if not pairs:
+    true, false = confidence[outcome], confidence[~outcome].sort().values
+    if not len(true) or not len(false):
         return None
-    below = false.cumsum(0) - false
-    return float((true * (below + false / 2)).sum() / pairs)
+    below = torch.searchsorted(false, true) + torch.searchsorted(false, true, right=True)  # ties are counted once
+    return float(below.double().mean() / (2 * len(false)))
 
 
 def fit_temperatures(
