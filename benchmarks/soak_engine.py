@@ -38,7 +38,7 @@ from dspark.models.target import Target
 VOCAB = 64  # of the tiny target
 LONGEST = 40  # tokens of an answer
 SETTINGS = EngineSettings(
-    max_batch=6, max_length=112, block_size=8, num_blocks=60, step_tokens=64, max_waiting=12, aging_steps=20
+    max_batch=6, max_length=112, block_size=8, num_blocks=40, step_tokens=64, max_waiting=12, aging_steps=20
 )
 KINDS = [
     SamplingParams(max_tokens=LONGEST, ignore_eos=True, temperature=temperature, top_p=top_p, seed=5, speculate=draft)

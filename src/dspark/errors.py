@@ -31,7 +31,7 @@ class CacheError(DsparkError):
 
 
 class OverloadError(DsparkError):
-    """As many requests wait as may (`max_waiting`): the same request may be served later."""
+    """As many requests wait for a place as may (`max_waiting`): the same request may be served later."""
 
 
 class RequestError(DsparkError):

@@ -43,7 +43,8 @@ class Serving(RuleBasedStateMachine):
     )
     def submit(self, prompt: int, kind: int, max_tokens: int, priority: int) -> None:
         params = KINDS[kind].replace(max_tokens=max_tokens)
-        if self.engine.load.waiting == SMALL.max_waiting:
+        load = self.engine.load
+        if load.waiting >= SMALL.max_waiting + SMALL.max_batch - load.running:
             with pytest.raises(OverloadError, match="max_waiting"):
                 self.engine.submit(PROMPTS[prompt], params, priority=priority)
         else:
@@ -105,7 +106,7 @@ def test_any_order_of_events(target, make_scripted, chain):
     run_state_machine_as_test(
         lambda: Serving(target, drafter, dict(zip(keys, done, strict=True))),
         settings=settings(
-            max_examples=10,
+            max_examples=8,
             stateful_step_count=16,
             deadline=None,
             suppress_health_check=list(HealthCheck),

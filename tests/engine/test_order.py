@@ -138,20 +138,23 @@ def test_nobody_gives_up_a_place_in_vain(target):
 
 def test_so_many_may_wait_and_no_more(target):
     engine = Engine(target, None, EngineSettings(max_batch=1, max_waiting=2))
-    for _ in range(2):
+    for _ in range(3):  # for one of them there is a place
         engine.submit([1, 2], ENDLESS)
-    with pytest.raises(OverloadError, match=r"2 requests wait already \(max_waiting\)"):
+    with pytest.raises(OverloadError, match=r"2 requests wait for a place already \(max_waiting\)"):
         engine.submit([1, 2], ENDLESS)
     with pytest.raises(OverloadError):
         engine.generate([[5]], ENDLESS)
     engine.step()
-    engine.submit([1, 2], ENDLESS)
     assert (engine.load.running, engine.load.waiting) == (1, 2)
     with pytest.raises(OverloadError):
         engine.submit([1, 2], ENDLESS)
     engine.abort("request-1")
     engine.submit([1, 2], ENDLESS, "last")
     assert len(finish(engine)) == 3
+    none = Engine(target, None, EngineSettings(max_batch=1, max_waiting=0))
+    none.submit([1, 2], ENDLESS)
+    with pytest.raises(OverloadError):
+        none.submit([1, 2], ENDLESS)
 
 
 @pytest.mark.parametrize("state", ["waiting", "prompt under way", "running", "preempted"])

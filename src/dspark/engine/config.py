@@ -19,9 +19,9 @@ class EngineSettings(Settings):
     max_length: int = Field(2048, ge=2)  # tokens of prompt and answer together; the model's own limit holds as well
     block_size: int = Field(16, ge=1)  # tokens a cache block
     num_blocks: int | None = Field(None, ge=2)  # cache blocks, the reserved block 0 counted; None = see above
-    step_tokens: int = Field(512, ge=1)  # rows of one step: first those of the decode round, the rest for prompts
+    step_tokens: int = Field(256, ge=1)  # rows of one step: first those of the decode round, the rest for prompts
     prefix_cache: bool = True  # keep the blocks of past tokens for prompts that begin alike
-    max_waiting: int | None = Field(None, ge=0)  # requests that may wait; one more is refused; None = any number
+    max_waiting: int | None = Field(None, ge=0)  # requests that may wait for a place; one more is refused; None = any
     aging_steps: int = Field(1000, ge=0)  # what one level of priority is worth: a head start of so many steps
     speculate: bool = True  # False: plain decoding even with a drafter
     num_draft_tokens: int | None = Field(

@@ -82,7 +82,8 @@ class Engine:
     ) -> str:
         """Queue a request and return its id. A lower `priority` is served first (`EngineSettings.aging_steps`).
 
-        Raises RequestError for a prompt that can not be served, and OverloadError when `max_waiting` requests wait.
+        Raises RequestError for a prompt that can not be served, and OverloadError when `max_waiting` requests wait for
+        a place.
         """
         if request_id is None:
             request_id = next(name for name in self._names if name not in self._requests)
@@ -109,7 +110,7 @@ class Engine:
             )
         if self._scheduler.is_full:
             raise OverloadError(
-                f"{self.settings.max_waiting} requests wait already (max_waiting): try again when some are served"
+                f"{self.settings.max_waiting} requests wait for a place already (max_waiting): try again later"
             )
         self._requests[request_id] = request
         self._scheduler.add(request, priority)

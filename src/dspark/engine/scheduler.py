@@ -73,9 +73,9 @@ class Scheduler:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further request may wait."""
-        limit = self.settings.max_waiting
-        return limit is not None and len(self.waiting) >= limit
+        """Whether no further request may wait. Those that free places are left for do not count."""
+        limit, num_places = self.settings.max_waiting, self.settings.max_batch - len(self.running)
+        return limit is not None and len(self.waiting) >= limit + num_places
 
     def add(self, request: Request, priority: int) -> None:
         """Queue a new request."""
@@ -127,10 +127,9 @@ class Scheduler:
             assert request.seq_len <= request.num_known, f"{name}: more is committed than known"
             assert request.seq_len <= request.reserved_len <= len(table) * size, f"{name}: rows without blocks"
             assert len(table) == self.settings.blocks_for(request.reserved_len), f"{name}: blocks without use"
-            written = table[
-                (request.seq_len - request.is_decoding) // size :
-            ]  # a chain begins on the last committed row
-            assert all(self.allocator.num_holders(block) == 1 for block in written), f"{name}: writes where others read"
+            first = (request.seq_len - request.is_decoding) // size  # a chain begins on the last committed row
+            alone = [self.allocator.num_holders(block) == 1 for block in table[first:]]
+            assert all(alone), f"{name}: writes where others read"
         for queue in (self.running, self.waiting):
             assert queue == sorted(queue, key=_rank), "the queue is out of order"
 
