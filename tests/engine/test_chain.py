@@ -72,9 +72,9 @@ def test_the_context_is_the_targets_after_every_round(target, make_scripted):
     def context(prompt_ids: list[int], num_positions: int) -> tuple[int, list[torch.Tensor]]:
         engine = Engine(target, drafter, EngineSettings(max_batch=1, max_length=80))
         engine.submit(prompt_ids, SamplingParams(max_tokens=40, ignore_eos=True), "r")
-        while engine._requests["r"].seq_len < num_positions:
+        while engine._requests["r"][0].seq_len < num_positions:
             engine.step()
-        request, cache = engine._requests["r"], engine._round.runner.draft_cache
+        request, cache = engine._requests["r"][0], engine._round.runner.draft_cache
         start, length = request.block_table[0] * 16, request.seq_len
         seen = slice(start, start + length)
         return length, [cache.k[0][seen], cache.v[0][seen], cache.state(torch.tensor([start + length - 1]))]

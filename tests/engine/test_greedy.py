@@ -13,10 +13,10 @@ PROMPTS = [[(7 * i * i + 13 * n) % 255 + 1 for i in range(n)] for n in (1, 5, 12
 PARAMS = SamplingParams(max_tokens=24)
 
 
-def transformers_answer(model, prompt: list[int], max_tokens: int) -> list[int]:
+def transformers_answer(model, prompt: list[int], max_tokens: int, **options: object) -> list[int]:
     ids = torch.tensor([prompt])
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0, **options
     )
     return out[0, len(prompt) :].tolist()
 
@@ -68,9 +68,9 @@ def test_the_drafter_sees_the_same_context_in_prefill_and_in_rounds(target, make
     def context(prompt_ids: list[int], max_tokens: int, num_positions: int):
         engine = Engine(target, drafter, EngineSettings(max_batch=1, max_length=80))
         engine.submit(prompt_ids, SamplingParams(max_tokens=max_tokens, ignore_eos=True), "r")
-        while engine.has_work() and engine._requests["r"].seq_len < num_positions:
+        while engine.has_work() and engine._requests["r"][0].seq_len < num_positions:
             engine.step()
-        cache, start = engine._round.runner.draft_cache, engine._requests["r"].block_table[0] * 16
+        cache, start = engine._round.runner.draft_cache, engine._requests["r"][0].block_table[0] * 16
         return [stored[start : start + num_positions] for stored in (*cache.k, *cache.v)]
 
     whole = context(prompt + answer[:14], 40, len(prompt) + 14)

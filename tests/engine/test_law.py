@@ -96,7 +96,7 @@ def first_tokens(engine: Engine, params: list[SamplingParams]) -> list[tuple[int
     return [tuple(answer[:POSITIONS]) for answer in tokens]
 
 
-def draw(pair, kinds: list[SamplingParams], trials: int) -> list[np.ndarray]:
+def draw(pair, kinds: list[SamplingParams], trials: int, least_accepted: float = 1.4) -> list[np.ndarray]:
     """How often each triple came first, [V ** 3] for each kind: `trials` of all kinds together, with greedy rows."""
     target, drafter, _ = pair
     settings = EngineSettings(max_batch=512, max_length=16, block_size=4, step_tokens=4096)
@@ -111,7 +111,7 @@ def draw(pair, kinds: list[SamplingParams], trials: int) -> list[np.ndarray]:
         for i, seed in enumerate(seeds):
             counts[seed % len(kinds)][found[i]] += 1
         assert len({found[i] for i in range(len(seeds), len(params))}) == 1, "greedy rows differ"
-    assert 1.4 < engine.stats.accepted_length < 3, "too few drafts are judged both ways"
+    assert least_accepted < engine.stats.accepted_length < 3, "too few drafts are judged both ways"
     triples = list(itertools.product(range(VOCAB), repeat=POSITIONS))
     return [np.array([count[triple] for triple in triples]) for count in counts]
 

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from typing import Literal
+
 from pydantic import Field
 
 from dspark.config import Settings
@@ -28,6 +30,9 @@ class EngineSettings(Settings):
         None, ge=1
     )  # verify at most this many drafts a round; None = the drafter's own
 
+    verification: Literal["token", "block"] = (
+        "token"  # block: judge whole blocks where all is verified (temperature > 0)
+    )
     record_rounds: bool = False  # keep a RoundRecord of every speculative round, for evaluation and calibration
 
     def blocks_for(self, num_tokens: int) -> int:

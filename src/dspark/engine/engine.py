@@ -9,10 +9,13 @@ from itertools import count
 import torch
 
 from dspark.drafters.base import Drafter
+from dspark.draws import draw_integer
 from dspark.engine.blocks import BlockAllocator
 from dspark.engine.config import EngineSettings
+from dspark.engine.edits import make_edits
+from dspark.engine.grammar import Grammars
 from dspark.engine.prefix import PrefixIndex
-from dspark.engine.request import Completion, Origin, Request, SamplingParams
+from dspark.engine.request import Completion, Origin, Request, SamplingParams, TokenLogprob
 from dspark.engine.round import Emission, Round
 from dspark.engine.runner import Runner, num_window_positions
 from dspark.engine.scheduler import Scheduler
@@ -25,17 +28,19 @@ from dspark.spec.sampling import fold_seed
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one request put out in one step; `completion` is set with its last tokens."""
+    """What one answer put out in one step; `completion` is set with its last tokens."""
 
     request_id: str
     token_ids: list[int]
     text_delta: str
     origins: list[Origin]
     completion: Completion | None = None
+    index: int = 0  # which of the request's n answers
+    logprobs: list[TokenLogprob] | None = None  # one a token, where asked for
 
     @property
     def finished(self) -> bool:
-        """Whether this is the request's last output."""
+        """Whether this is the answer's last output."""
         return self.completion is not None
 
 
@@ -55,14 +60,15 @@ class Engine:
         window = num_window_positions(self.drafter)
         num_blocks = settings.num_blocks or 1 + settings.max_batch * settings.blocks_for(self.limit + window)
         runner = Runner(target.decoder, self.drafter, settings, num_blocks)
-        self._round = Round(runner, self.stats, AcceptanceWatch(), settings.record_rounds)
+        self._grammars = Grammars(target)
+        self._round = Round(runner, self.stats, AcceptanceWatch(), settings, self._grammars)
         index = PrefixIndex(
             settings.block_size, self.drafter is not None and self.drafter.context_reads_next, settings.prefix_cache
         )
         self._scheduler = Scheduler(settings, BlockAllocator(num_blocks, index), self.stats, runner.num_drafts, window)
         # Not tokenizer.decode: its cleaning of blanks would change text that has been given out.
         self._decode: Callable[[list[int]], str] = target.tokenizer.backend_tokenizer.decode  # skips special tokens
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, list[Request]] = {}  # the answers of each that are under way
         self._names = (f"request-{number}" for number in count())
 
     @property
@@ -82,8 +88,9 @@ class Engine:
     ) -> str:
         """Queue a request and return its id. A lower `priority` is served first (`EngineSettings.aging_steps`).
 
-        Raises RequestError for a prompt that can not be served, and OverloadError when `max_waiting` requests wait for
-        a place.
+        All `params.n` answers carry the id, told apart by their index. Raises RequestError for a prompt that can not be
+        served or parameters that do not fit the target, and OverloadError when `max_waiting` requests wait
+        for a place.
         """
         if request_id is None:
             request_id = next(name for name in self._names if name not in self._requests)
@@ -91,19 +98,8 @@ class Engine:
             raise RequestError(f"request_id {request_id!r} is in use: give each live request its own")
         prompt_ids = list(prompt_ids)
         self._check_prompt(prompt_ids)
-        stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self.eos_token_ids)
-        request = Request(
-            request_id=request_id,
-            prompt_ids=prompt_ids,
-            params=params,
-            seed=secrets.randbits(63) if params.seed is None else fold_seed(params.seed),
-            limit=self.limit,
-            stop_token_ids=frozenset(stops),
-            stream=TextStream(self._decode, params.stop),
-            speculates=params.speculate and self.drafter is not None,
-            submitted_at=time.perf_counter(),
-        )
-        if not self._scheduler.can_ever_fit(request):
+        answers = [self._request(prompt_ids, params, request_id, index) for index in range(params.n)]
+        if not self._scheduler.can_ever_fit(answers[0]):
             raise RequestError(
                 f"prompt of {len(prompt_ids)} tokens with max_tokens {params.max_tokens} never fits the cache: "
                 "lower max_tokens or raise num_blocks"
@@ -112,8 +108,9 @@ class Engine:
             raise OverloadError(
                 f"{self.settings.max_waiting} requests wait for a place already (max_waiting): try again later"
             )
-        self._requests[request_id] = request
-        self._scheduler.add(request, priority)
+        self._requests[request_id] = answers
+        for request in answers:
+            self._scheduler.add(request, priority)
         return request_id
 
     def has_work(self) -> bool:
@@ -131,19 +128,24 @@ class Engine:
         return self._finish(emissions)
 
     def abort(self, request_id: str) -> Completion | None:
-        """Drop a request, waiting or running, and return what it has so far; None if it is not (or no longer) live."""
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return None
-        self._scheduler.remove(request)
-        request.finish_reason = "abort"
-        request.stream.finish()
-        return self._complete(request)
+        """Drop a request, waiting or running, with all its answers that are still under way.
+
+        Returns what the first of these has so far; None if the request is not (or no longer) live.
+        """
+        dropped = self._requests.pop(request_id, [])
+        for request in dropped:
+            self._scheduler.remove(request)
+            request.finish_reason = "abort"
+            request.stream.finish()
+        return self._complete(dropped[0]) if dropped else None
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Completion]:
-        """Answer all prompts, in their order. Raises as `submit` does, before any is started."""
+        """Answer all prompts, in their order, and the n answers to one prompt one after the other.
+
+        Raises as `submit` does, before any is started.
+        """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts came with {len(each)} params: give one for all, or one each")
@@ -155,36 +157,61 @@ class Engine:
             for request_id in ids:
                 self.abort(request_id)
             raise
-        done: dict[str, Completion] = {}
-        while not done.keys() >= set(ids):
-            done |= {out.request_id: out.completion for out in self.step() if out.completion is not None}
-        return [done[request_id] for request_id in ids]
+        wanted = [(request_id, index) for request_id, param in zip(ids, each, strict=True) for index in range(param.n)]
+        done: dict[tuple[str, int], Completion] = {}
+        while not done.keys() >= set(wanted):
+            done |= {(out.request_id, out.index): out.completion for out in self.step() if out.completion is not None}
+        return [done[answer] for answer in wanted]
 
     def check_integrity(self) -> None:
         """Assert that every cache block is free or held by live requests alone, and that lengths agree."""
         self._scheduler.check_integrity()
-        assert {r.request_id for r in self._scheduler} == set(self._requests), "a request is lost or dead but scheduled"
+        live = {request for answers in self._requests.values() for request in answers}
+        assert set(self._scheduler) == live, "a request is lost or dead but scheduled"
 
     def _finish(self, emissions: list[Emission]) -> list[StepOutput]:
         """Remove finished requests, and turn emissions into outputs."""
         outputs = []
-        for request, token_ids, text, origins in emissions:
+        for request, token_ids, text, origins, logprobs in emissions:
             self._scheduler.list_blocks(request)
             if token_ids and request.figures.first_token_seconds is None:
                 request.figures.first_token_seconds = time.perf_counter() - request.submitted_at
             completion = None
             if request.finish_reason is not None:
                 self._scheduler.remove(request)
-                del self._requests[request.request_id]
+                self._requests[request.request_id].remove(request)
+                if not self._requests[request.request_id]:
+                    del self._requests[request.request_id]
                 completion = self._complete(request)
             self.stats.output_tokens += len(token_ids)
             if token_ids or text or completion:
-                outputs.append(StepOutput(request.request_id, token_ids, text, origins, completion))
+                asked = None if request.params.logprobs is None else logprobs
+                outputs.append(
+                    StepOutput(request.request_id, token_ids, text, origins, completion, request.index, asked)
+                )
         return outputs
 
     def _complete(self, request: Request) -> Completion:
         request.figures.total_seconds = time.perf_counter() - request.submitted_at
         return request.completion()
+
+    def _request(self, prompt_ids: list[int], params: SamplingParams, request_id: str, index: int) -> Request:
+        """One answer to a prompt. The first has the seed given, the others seeds that follow from it."""
+        stops = frozenset(params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self.eos_token_ids))
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return Request(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            params=params,
+            seed=fold_seed(draw_integer("answer", seed, index) if index else seed),
+            limit=self.limit,
+            stop_token_ids=stops,
+            stream=TextStream(self._decode, params.stop, params.min_tokens),
+            speculates=params.speculate and self.drafter is not None,
+            index=index,
+            edits=make_edits(params, prompt_ids, stops, self.target, self._grammars),
+            submitted_at=time.perf_counter(),
+        )
 
     def _check_prompt(self, prompt_ids: list[int]) -> None:
         if not prompt_ids:

@@ -1,14 +1,19 @@
 """A request: what was asked for, how far it is, and where it ends. Imports no torch."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from dspark.config import Settings
 from dspark.engine.stats import RequestFigures
 from dspark.engine.text import TextStream
+
+if TYPE_CHECKING:
+    from dspark.engine.edits import RequestEdits
 
 Origin = Literal["prefill", "accepted", "bonus"]
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -146,7 +151,7 @@ class Completion:
 
 @dataclass(eq=False)
 class Request:
-    """A live request. `token_ids` is the answer so far; its last one is the anchor, which has no KV yet.
+    """One answer to a live request. `token_ids` is the answer so far; its last one is the anchor, which has no KV yet.
 
     Invariant between steps: seq_len == num_known while decoding; less while the prompt is under way, 0 while waiting.
     Rounds write at positions from seq_len on, and only to those below reserved_len, for which there are blocks.
@@ -162,8 +167,11 @@ class Request:
     speculates: bool
     rank: tuple[int, int] = (0, 0)  # requests are served in this order, lowest first; no two are equal
     submitted_at: float = 0.0  # on the clock of time.perf_counter
+    index: int = 0  # which of the n answers that share the request_id
+    edits: RequestEdits | None = None
     token_ids: list[int] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one a token, if asked for
     block_table: list[int] = field(default_factory=list)
     seq_len: int = 0  # committed: tokens with valid KV in both caches
     reserved_len: int = 0  # positions that the blocks were taken for
@@ -231,4 +239,6 @@ class Request:
             self.origins,
             self.figures,
             self.round_records,
+            self.index,
+            None if self.params.logprobs is None else self.logprobs,
         )

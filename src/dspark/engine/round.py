@@ -11,13 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dspark.engine.request import Origin, Request, RoundRecord
+from dspark.engine.config import EngineSettings
+from dspark.engine.edits import edit_logits
+from dspark.engine.grammar import Grammars
+from dspark.engine.logprobs import token_logprobs
+from dspark.engine.request import Origin, Request, RoundRecord, TokenLogprob
 from dspark.engine.runner import Forward, Runner, Window, window_of
 from dspark.engine.scheduler import Chunk
 from dspark.engine.stats import AcceptanceWatch, EngineStats
 from dspark.spec.accept import accept
 from dspark.spec.planner import static_plan
-from dspark.spec.types import Acceptance, DraftBlock, VerifyPlan
+from dspark.spec.sampling import round_seed
+from dspark.spec.types import Acceptance, DraftBlock, SamplingRows, VerifyPlan
 
 
 class Emission(NamedTuple):
@@ -27,34 +32,46 @@ class Emission(NamedTuple):
     token_ids: list[int]
     text: str
     origins: list[Origin]
+    logprobs: list[TokenLogprob]  # one a token, or none where they are not asked for
+
+
+class Judged(NamedTuple):
+    """What a batch of verify rows came to."""
+
+    acceptance: Acceptance
+    tokens: list[list[int]]  # of each request: accepted drafts, then the bonus (-1 where the request can not go on)
+    logprobs: list[list[TokenLogprob]]  # of these tokens, where asked for
 
 
 class Round:
     """The verbs of a round over one runner. Requests that finish are marked, not removed: the engine does that."""
 
-    def __init__(self, runner: Runner, stats: EngineStats, watch: AcceptanceWatch, record_rounds: bool = False) -> None:
+    def __init__(
+        self, runner: Runner, stats: EngineStats, watch: AcceptanceWatch, settings: EngineSettings, grammars: Grammars
+    ) -> None:
         self.runner = runner
         self.stats = stats
         self.watch = watch
-        self.record_rounds = record_rounds
+        self.settings = settings
+        self.grammars = grammars
 
     def decode(self, requests: list[Request]) -> list[Emission]:
         """One round for requests that all speculate, or that all do not."""
         speculative = requests[0].speculates
         with self.stats.phase("draft"):
-            window = window_of(requests, self.runner.device)
+            window = self._with_round_seeds(window_of(requests, self.runner.device))
             block = self.propose(window, speculative)
         with self.stats.phase("plan"):
             plan = self.plan(window, block)
         with self.stats.phase("verify"):
             forward, logits = self.verify(window, block, plan, speculative)
         with self.stats.phase("accept"):
-            acceptance = accept(block, logits, plan, window.rows, window.positions)
+            judged = self.judge(requests, block, logits, plan, window.rows, window.positions)
         with self.stats.phase("commit"):
-            emissions = self.commit(forward, requests, outputs(block, acceptance))
+            emissions = self.commit(forward, requests, judged.tokens, judged.logprobs)
             self._record(emissions, plan, block.num_drafts, speculative)
-            if speculative and self.record_rounds:
-                keep_records(emissions, window, block, plan, acceptance)
+            if speculative and self.settings.record_rounds:
+                keep_records(emissions, window, block, plan, judged.acceptance)
         return emissions
 
     def prefill(self, chunks: list[Chunk]) -> list[Emission]:
@@ -66,12 +83,14 @@ class Round:
             requests = [chunk.request for chunk in chunks]
             forward = self._run_chunks(window_of(requests, self.runner.device), chunks)
             tokens: list[list[int]] = [[] for _ in chunks]
+            logprobs: list[list[TokenLogprob]] = [[] for _ in chunks]
             ends = [i for i, chunk in enumerate(chunks) if chunk.is_last and not chunk.request.token_ids]
             if ends:
                 last = forward.hidden[ends, [chunks[i].num_rows - 1 for i in ends]]  # [b, H]
-                for i, token in zip(ends, self._first_tokens([requests[i] for i in ends], last), strict=True):
-                    tokens[i] = token
-            return self.commit(forward, requests, tokens, [chunk.num_rows for chunk in chunks])
+                judged = self._first_tokens([requests[i] for i in ends], last)
+                for i, token, entry in zip(ends, judged.tokens, judged.logprobs, strict=True):
+                    tokens[i], logprobs[i] = token, entry
+            return self.commit(forward, requests, tokens, logprobs, [chunk.num_rows for chunk in chunks])
 
     def propose(self, window: Window, speculative: bool) -> DraftBlock:
         """One block of drafts per request, or none at all."""
@@ -105,8 +124,28 @@ class Round:
         logits[ran] = judged
         return forward, logits
 
+    def judge(
+        self,
+        requests: list[Request],
+        block: DraftBlock,
+        logits: Tensor,
+        plan: VerifyPlan,
+        rows: SamplingRows,
+        positions: Tensor,
+    ) -> Judged:
+        """Edit the rows [B, T, V] as each request asks, accept, and look up the log probabilities asked for."""
+        edited = edit_logits(requests, block, plan, logits, self.grammars)
+        acceptance = accept(block, edited, plan, rows, positions, self.settings.verification)
+        tokens = outputs(block, acceptance)
+        return Judged(acceptance, tokens, token_logprobs(requests, tokens, logits, edited, rows))
+
     def commit(
-        self, forward: Forward, requests: list[Request], tokens: list[list[int]], chunk_lens: list[int] | None = None
+        self,
+        forward: Forward,
+        requests: list[Request],
+        tokens: list[list[int]],
+        logprobs: list[list[TokenLogprob]],
+        chunk_lens: list[int] | None = None,
     ) -> list[Emission]:
         """Put tokens out up to the first stop, then advance by just those: KV length, counters, the drafter's context.
 
@@ -126,10 +165,17 @@ class Round:
             # What follows a failed request's last row is not known, and nobody will ask for its context.
             num_rows.append(0 if failed else known + max(count - 1, 0))
             request.seq_len += num_rows[-1]
-            emissions.append(Emission(request, new[:count], text, origins[:count]))
+            request.logprobs += logprobs[i][:count]
+            emissions.append(Emission(request, new[:count], text, origins[:count], logprobs[i][:count]))
         if forward.features.shape[2] and any(num_rows):
             self.runner.inject(forward, requests, num_rows)
         return emissions
+
+    def _with_round_seeds(self, window: Window) -> Window:
+        """Block verification gives every round noise of its own (see accept); elsewhere nothing changes."""
+        if self.settings.verification == "token":
+            return window
+        return window._replace(rows=window.rows._replace(seed=round_seed(window.rows.seed, window.positions)))
 
     def _run_chunks(self, window: Window, chunks: list[Chunk]) -> Forward:
         """The target over the chunks' rows, padded on the right."""
@@ -140,13 +186,13 @@ class Round:
         capture = any(request.speculates for request in window.requests)
         return self.runner.forward(window, torch.tensor(rows, device=self.runner.device), lens, capture)
 
-    def _first_tokens(self, requests: list[Request], hidden: Tensor) -> list[list[int]]:
+    def _first_tokens(self, requests: list[Request], hidden: Tensor) -> Judged:
         """The token after each prompt, from the states [B, H] of the last rows; [-1] where no logit is finite."""
         positions = torch.tensor([request.num_known - 1 for request in requests], device=self.runner.device)
         block = DraftBlock.empty(len(requests), self.runner.device)
         rows = window_of(requests, self.runner.device).rows
         logits = self.runner.logits(hidden)[:, None]
-        return outputs(block, accept(block, logits, VerifyPlan(torch.ones_like(positions)), rows, positions))
+        return self.judge(requests, block, logits, VerifyPlan(torch.ones_like(positions)), rows, positions)
 
     def _record(self, emissions: list[Emission], plan: VerifyPlan, num_proposed: int, speculative: bool) -> None:
         """Count the round for the engine and for each request."""
@@ -154,7 +200,7 @@ class Round:
         if not speculative:
             return
         judged = committed = 0
-        for (request, token_ids, _, origins), verify_len in zip(emissions, plan.verify_lens.tolist(), strict=True):
+        for (request, token_ids, _, origins, _), verify_len in zip(emissions, plan.verify_lens.tolist(), strict=True):
             num_drafts, num_accepted = verify_len - 1, origins.count("accepted")
             request.figures.record_round(num_proposed, verify_len, num_accepted, len(token_ids))
             self.stats.record_round(num_proposed, verify_len, num_accepted, len(token_ids))
@@ -177,7 +223,7 @@ def keep_records(
     logits = block.confidence_logits
     confidence = [[]] * len(emissions) if logits is None else logits.tolist()
     lens, correct = plan.verify_lens.tolist(), acceptance.correct_len.tolist()
-    for i, (request, token_ids, _, _) in enumerate(emissions):
+    for i, (request, token_ids, *_) in enumerate(emissions):
         request.round_records.append(
             RoundRecord(window.starts[i], lens[i], block.num_drafts, correct[i], len(token_ids), tuple(confidence[i]))
         )

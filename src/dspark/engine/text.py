@@ -12,10 +12,11 @@ class TextStream:
 
     `decode` turns ids into text (special tokens skipped). A tail of unfinished bytes is held back until it becomes a
     character, and dropped if the answer ends first; text that may be the start of a stop string is held back until it
-    is known not to be one. `text` is what has been given out so far.
+    is known not to be one. `text` is what has been given out so far. None of the first `min_tokens` ids completes a
+    stop string.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._decode = decode
         self._stop = tuple(stop)
         self._longest_stop = max((len(s) for s in stop), default=0)
@@ -24,6 +25,7 @@ class TextStream:
         self._decoded = 0  # characters of the window's text already in _complete
         self._complete = ""  # whole characters, stop strings included
         self._given = 0
+        self._unstoppable = min_tokens  # ids to come that can not complete a stop string
         self.stopped = False  # a stop string was completed
 
     @property
@@ -40,9 +42,14 @@ class TextStream:
             self._advance(token_ids)
             return len(token_ids), self._give(len(self._complete))
         for count, token_id in enumerate(token_ids, start=1):
-            searched = max(0, len(self._complete) - self._longest_stop + 1)
+            before = len(self._complete)
             self._advance([token_id])
-            found = [at for s in self._stop if (at := self._complete.find(s, searched)) >= 0]
+            if self._unstoppable:
+                self._unstoppable -= 1
+                continue
+            # Strings that end in the new text; what ended before it was none, or is allowed.
+            starts = ((s, max(0, before - len(s) + 1)) for s in self._stop)
+            found = [at for s, start in starts if (at := self._complete.find(s, start)) >= 0]
             if found:
                 self.stopped = True
                 self._complete = self._complete[: min(found)]

@@ -4,12 +4,16 @@ Shape legend: B requests, G drafts, T = G + 1 verify rows, V target vocabulary, 
 Row i of the target's logits judges draft i and, if the run ends there, gives the bonus; row G judges nothing.
 """
 
+from typing import Literal
+
 import torch
 from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
 from dspark.spec.sampling import Role, argmax, categorical, probabilities, uniform
 from dspark.spec.types import Acceptance, DraftBlock, SamplingRows, VerifyPlan
+
+Verification = Literal["token", "block"]
 
 
 def accept(
@@ -18,6 +22,7 @@ def accept(
     plan: VerifyPlan,
     rows: SamplingRows,
     positions: Int64[Tensor, " B"],
+    verification: Verification = "token",
 ) -> Acceptance:
     """Judge a block from left to right (speculative sampling, arXiv 2211.17192 and 2302.01318).
 
@@ -26,24 +31,35 @@ def accept(
     argmax, and the argmax after the run is the bonus. Rows at or beyond a request's verify length decide nothing: where
     that cuts a run, the draft that the last row accepted is the bonus.
 
+    verification "block" judges the whole blocks of sampled requests at once (arXiv 2403.10444), which accepts at least
+    as many drafts on average; a request with a shorter verify length is judged by token. Its outcome depends on drafts
+    that are then dropped, so each round needs its own seeds (`round_seed`), and verify lengths must not depend on the
+    drafts of this round.
+
     positions: of the anchors, so draft i sits at `positions + 1 + i`. Bonus -1: the deciding row had no finite logit.
     """
     batch_size, num_rows, _ = target_logits.shape
     assert block.tokens.shape == (batch_size, num_rows - 1), "one verify row a draft, and the anchor's"
-    sampled = rows.temperature.nonzero().squeeze(1)
-    if len(sampled) == batch_size:
-        return _accept_sampled(block, target_logits, plan.verify_lens, rows, positions)
+    by_block = (plan.verify_lens == num_rows) & (rows.temperature > 0) & (verification == "block" and num_rows > 1)
+    kinds = (
+        (_accept_sampled, ((rows.temperature > 0) & ~by_block).nonzero().squeeze(1)),
+        (_accept_blocks, by_block.nonzero().squeeze(1)),
+    )
+    for judge, some in kinds:
+        if len(some) == batch_size:
+            return judge(block, target_logits, plan.verify_lens, rows, positions)
     outcome = _accept_greedy(block.tokens, target_logits, plan.verify_lens)
-    if len(sampled):
-        some = _accept_sampled(
-            block._replace(tokens=block.tokens[sampled], probs=block.probs.index_select(0, sampled)),
-            target_logits.index_select(0, sampled),
-            plan.verify_lens[sampled],
-            rows.select(sampled),
-            positions[sampled],
-        )
-        outcome.correct_len[sampled] = some.correct_len
-        outcome.bonus[sampled] = some.bonus
+    for judge, some in kinds:
+        if len(some):
+            judged = judge(
+                block._replace(tokens=block.tokens[some], probs=block.probs.index_select(0, some)),
+                target_logits.index_select(0, some),
+                plan.verify_lens[some],
+                rows.select(some),
+                positions[some],
+            )
+            outcome.correct_len[some] = judged.correct_len
+            outcome.bonus[some] = judged.bonus
     return outcome
 
 
@@ -97,6 +113,42 @@ def _accept_sampled(
     return Acceptance(correct_len, bonus)
 
 
+def _accept_blocks(
+    block: DraftBlock,
+    logits: Float[Tensor, "B T V"],
+    verify_lens: Int64[Tensor, " B"],
+    rows: SamplingRows,
+    positions: Int64[Tensor, " B"],
+) -> Acceptance:
+    """Block verification (arXiv 2403.10444, algorithm 2): the longest prefix of drafts that passes its own test.
+
+    With w_k = min(w_{k-1} p(x_k) / q(x_k), 1), prefix k < G passes with probability s / (s + 1 - w_k), s the sum of
+    max(w_k p - q, 0) over the row after it (equation 4), and prefix G with w_G; then the bonus comes from what is left
+    there. All rows are judged, so the verify lengths are T.
+    """
+    batch_size, num_rows, vocab = logits.shape
+    everyone = torch.arange(batch_size, device=logits.device)
+    judged_at = positions[:, None] + 1 + torch.arange(num_rows, device=logits.device)
+    noise = uniform(rows.seed[:, None], judged_at[:, :-1], Role.ACCEPT)
+    p = probabilities(logits, rows)
+    likeness = p[:, :-1].gather(2, block.tokens.unsqueeze(2)).squeeze(2) / _drafted_probs(block, vocab)
+    weights = torch.ones(batch_size, num_rows, dtype=torch.float64, device=logits.device)
+    correct_len = torch.zeros_like(positions)
+    for length in range(1, num_rows):
+        weight = (weights[:, length - 1] * likeness[:, length - 1]).nan_to_num(0.0).clamp_max(1.0)
+        passes = weights[:, length] = weight
+        if length < num_rows - 1:
+            left = _left(p[:, length] * weight.float()[:, None], block, everyone, length).sum(1, dtype=torch.float64)
+            # 0 / 0: the laws are equal and nothing is left to draw here, but then a longer prefix passes.
+            passes = (left / (left + 1 - weight)).nan_to_num(1.0)
+        correct_len = torch.where(noise[:, length - 1] < passes, length, correct_len)
+    last = p[everyone, correct_len]
+    ended = (correct_len < num_rows - 1).nonzero().squeeze(1)
+    at = correct_len[ended]
+    last[ended] = _residual(last[ended] * weights[ended, at].float()[:, None], block, ended, at)
+    return Acceptance(correct_len, categorical(last, uniform(rows.seed, positions + 1 + correct_len, Role.BONUS)))
+
+
 def _drafted_probs(block: DraftBlock, vocab: int) -> Float64[Tensor, "B G"]:
     """q of each draft, under the law it was drawn from."""
     index = block.tokens
@@ -108,15 +160,21 @@ def _drafted_probs(block: DraftBlock, vocab: int) -> Float64[Tensor, "B G"]:
 
 
 def _residual(
-    p: Float32[Tensor, "b V"], block: DraftBlock, requests: Int64[Tensor, " b"], draft: int
+    p: Float32[Tensor, "b V"], block: DraftBlock, requests: Int64[Tensor, " b"], draft: int | Int64[Tensor, " b"]
 ) -> Float32[Tensor, "b V"]:
     """max(p - q, 0) of a rejected draft, not normalised; p itself where nothing is left of it."""
-    q = block.probs[:, draft].index_select(0, requests)
-    if block.token_ids is None:
-        left = (p - q).clamp_min_(0)
-    else:
-        left = p.index_add(1, block.token_ids, q, alpha=-1).clamp_min_(0)
+    left = _left(p, block, requests, draft)
     empty = ~(left.sum(1) > 0)
     if bool(empty.any()):
         left[empty] = p[empty]
     return left
+
+
+def _left(
+    p: Float32[Tensor, "b V"], block: DraftBlock, requests: Int64[Tensor, " b"], draft: int | Int64[Tensor, " b"]
+) -> Float32[Tensor, "b V"]:
+    """max(p - q, 0), q the law of one draft of each request."""
+    q = block.probs.flatten(0, 1).index_select(0, requests * block.num_drafts + draft)
+    if block.token_ids is None:
+        return (p - q).clamp_min_(0)
+    return p.index_add(1, block.token_ids, q, alpha=-1).clamp_min_(0)

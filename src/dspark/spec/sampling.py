@@ -28,6 +28,7 @@ class Role(IntEnum):
     DRAFT = 0  # which token the drafter proposes
     ACCEPT = 1  # whether the target takes it
     BONUS = 2  # which token follows the accepted run
+    ROUND = 3  # the seed of one round
 
 
 def probabilities(logits: Float[Tensor, "B N V"], rows: SamplingRows) -> Float32[Tensor, "B N V"]:
@@ -83,9 +84,16 @@ def uniform(seed: Int64[Tensor, "..."], position: Int64[Tensor, "..."], role: Ro
     seed; its top 53 bits. It depends on nothing else, so a request draws the same numbers in any batch. `seed` and
     `position` broadcast.
     """
-    state = _mix(seed + _GOLDEN)
-    bits = _mix(state + (position * 4 + (role + 1)) * _GOLDEN)
-    return _shift_right(bits, 11).double() * 2.0**-53
+    return _shift_right(_bits(seed, position, role), 11).double() * 2.0**-53
+
+
+def round_seed(seed: Int64[Tensor, " B"], position: Int64[Tensor, " B"]) -> Int64[Tensor, " B"]:
+    """A seed for one round alone, of the request's seed and its anchor's position.
+
+    For rounds whose outcome depends on drafts that they do not put out: the next round must not draw at the same
+    positions with the same numbers.
+    """
+    return _bits(seed, position, Role.ROUND)
 
 
 def fold_seed(seed: int) -> int:
@@ -152,6 +160,11 @@ def _lowest_ranked(
 def _at_least(probs: Float32[Tensor, "*rows V"], floor: Float32[Tensor, "*rows 1"]) -> Float32[Tensor, "*rows V"]:
     """1 where a probability reaches the floor, 0 elsewhere: in place, much faster than a boolean mask on CPU."""
     return probs.clone().ge_(floor)
+
+
+def _bits(seed: Int64[Tensor, "..."], position: Int64[Tensor, "..."], role: Role) -> Int64[Tensor, "..."]:
+    """64 random bits for a role at a position."""
+    return _mix(_mix(seed + _GOLDEN) + (position * 4 + (role + 1)) * _GOLDEN)
 
 
 def _mix(x: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
