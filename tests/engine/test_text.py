@@ -128,3 +128,23 @@ def test_chunks_change_nothing(data):
     assert whole.stopped == bool(ends)
     if not ends:
         assert whole.text == text
+
+
+@pytest.mark.parametrize("step", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("min_tokens", "expected"), [(0, "one"), (3, "one"), (8, "one stop two"), (12, "one stop two"), (19, None)]
+)
+def test_stop_strings_do_not_count_before_min_tokens(step, min_tokens, expected):
+    """Only tokens after the first `min_tokens` can complete one, though it may begin before."""
+    text = "one stop two stop x"
+    stream = TextStream(lambda ids: "".join(map(chr, ids)), (" stop", "never"), min_tokens)
+    ids, given, taken = [ord(sign) for sign in text], "", 0
+    for begin in range(0, len(ids), step):
+        count, new = stream.push(ids[begin : begin + step])
+        given, taken = given + new, taken + count
+        if stream.stopped:
+            break
+    given += stream.finish()
+    assert given == stream.text == (text if expected is None else expected)
+    assert stream.stopped == (expected is not None)
+    assert taken == (len(text) if expected is None else len(expected) + 5)

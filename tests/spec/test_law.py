@@ -15,7 +15,7 @@ from torch import Tensor
 
 import dspark.spec.accept
 from dspark.spec.accept import accept
-from dspark.spec.sampling import Role, categorical, probabilities, uniform
+from dspark.spec.sampling import Role, categorical, probabilities, round_seed, uniform
 from dspark.spec.types import DraftBlock, SamplingRows, VerifyPlan
 
 from .reference import GREEDY, Params, law_of, make_rows
@@ -67,9 +67,12 @@ class Fault(NamedTuple):
 
     claim: Callable[[Tensor, Tensor, SamplingRows], Tensor] | None = None  # (base, biased logits, rows) -> told law
     draft_role: Role = Role.DRAFT
+    by_block: bool = False  # no fault: block verification
+    seeds_by_round: bool = True  # which needs these
 
 
 SOUND = Fault()
+BY_BLOCK = Fault(by_block=True)
 
 
 def draft(pair: Pair, anchors: Tensor, rows: SamplingRows, positions: Tensor, fault: Fault) -> DraftBlock:
@@ -96,6 +99,8 @@ def first_tokens(pair: Pair, rows: SamplingRows, caps: bool, fault: Fault) -> Te
     for _ in range(3):
         todo = (length < 5).nonzero().squeeze(1)
         some, positions = rows.select(todo), length[todo] + 40
+        if fault.by_block and fault.seeds_by_round:
+            some = some._replace(seed=round_seed(some.seed, positions))
         before, anchors = text[todo, length[todo] - 2], text[todo, length[todo] - 1]
         block = draft(pair, anchors, some, positions, fault)
         prefix = torch.cat([before[:, None], anchors[:, None], block.tokens], 1)
@@ -104,7 +109,8 @@ def first_tokens(pair: Pair, rows: SamplingRows, caps: bool, fault: Fault) -> Te
         if caps:
             verify_lens = torch.randint(1, NUM_DRAFTS + 2, todo.shape, generator=caps_noise)
             logits[torch.arange(NUM_DRAFTS + 1) >= verify_lens[:, None]] = 0
-        outcome = accept(block, logits, VerifyPlan(verify_lens), some, positions)
+        verification = "block" if fault.by_block else "token"
+        outcome = accept(block, logits, VerifyPlan(verify_lens), some, positions, verification)
         output = torch.cat([block.tokens, block.tokens[:, :1]], 1)
         output.scatter_(1, outcome.correct_len[:, None], outcome.bonus[:, None])
         for k in range(NUM_DRAFTS + 1):
@@ -168,6 +174,24 @@ def test_output_follows_the_target(name: str, kinds: dict[str, Params]) -> None:
 def test_capped_output_follows_the_target() -> None:
     p_values = law_p_values(PAIRS["reduced"], SOME_KINDS, caps=True)
     assert min(p_values.values()) > 1e-4, p_values
+
+
+@pytest.mark.parametrize("name", ["far", "peaked", "reduced"])
+def test_output_verified_by_block_follows_the_target(name: str) -> None:
+    p_values = law_p_values(PAIRS[name], SOME_KINDS, fault=BY_BLOCK)
+    assert min(p_values.values()) > 1e-4, p_values
+
+
+def test_block_verification_falls_back_where_it_is_capped() -> None:
+    """Caps here are drawn without a look at the drafts, as they must be."""
+    p_values = law_p_values(PAIRS["reduced"], SOME_KINDS, caps=True, fault=BY_BLOCK)
+    assert min(p_values.values()) > 1e-4, p_values
+
+
+@pytest.mark.parametrize("name", ["far", "reduced"])
+def test_block_verification_with_the_noise_of_the_round_before_is_caught(name: str) -> None:
+    p_values = law_p_values(PAIRS[name], {"plain": Params()}, fault=BY_BLOCK._replace(seeds_by_round=False))
+    assert p_values["plain"] < 1e-6, p_values
 
 
 def before_the_head(base: Tensor, logits: Tensor, rows: SamplingRows) -> Tensor:
