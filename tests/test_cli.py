@@ -164,6 +164,13 @@ BAD = [
     (["generate", "abc " * 100, "--target", "TARGET"], "prompt has"),
     (["generate", "abc", "--target", "TARGET", "--drafter", "nowhere"], "no such directory"),
     (["generate", "abc", "--target", "TARGET", "--temperature", "-1"], "temperature"),
+    (["generate", "abc", "--target", "TARGET", "--min-tokens", "300"], "min_tokens is 300 but max_tokens 256"),
+    (["generate", "abc", "--target", "TARGET", "--json-schema", "nowhere"], "json_schema nowhere: cannot be read"),
+    (["generate", "abc", "--target", "TARGET", "--json-schema", "RECIPE"], "json_schema: not valid JSON"),
+    (
+        ["generate", "abc", "--target", "TARGET", "--regex", "a"],
+        "regex: llguidance can not read this target's tokenizer",
+    ),
     (["generate", "abc", "--target", "EMPTY"], "config.json"),
     (["train", "missing.toml"], "missing.toml: cannot be read"),
     (["train", "RECIPE", "learning_rte=1"], "learning_rte"),
@@ -214,9 +221,8 @@ def test_brackets_of_an_answer_are_not_markup(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Code such as x[n - 1] must survive on its way to the terminal, in the plain column as in the coloured one."""
-    answer = Timed(
-        Completion("r", [1], [1, 2], "x[n - 1] [bold]", "stop", ["prefill", "bonus"], RequestFigures(1, 1)), 1.0, 1.0
-    )
+    completion = Completion("r", [1], [1, 2], "x[n - 1] [bold]", "stop", ["prefill", "bonus"], RequestFigures(1, 1))
+    answer = Timed([completion], 1.0, 1.0)
     session = SimpleNamespace(
         speculates=True,
         text_ids=lambda text: [1],

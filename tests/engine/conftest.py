@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from tiny_tokenizer import EOS, byte_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dspark.drafters.base import Drafter
 from dspark.drafters.config import DrafterConfig
@@ -18,7 +18,6 @@ from dspark.models.decoder import Decoder
 from dspark.models.target import Target, load_target
 from dspark.spec.types import DraftBlock
 
-EOS = 0
 SHAPE = {
     "vocab_size": 260,
     "hidden_size": 32,
@@ -49,16 +48,6 @@ FAMILIES = {
         "final_logit_softcapping": 30.0,
     },
 }
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Id 0 ends a text, ids 1..256 are single bytes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<eos>": EOS} | {symbol: i for i, symbol in enumerate(alphabet, start=1)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
 def random_model(path: Path, family: str, **changes: object) -> PreTrainedModel:

@@ -13,7 +13,7 @@ import dspark.spec.accept
 from dspark.engine.config import EngineSettings
 from dspark.engine.engine import Engine
 from dspark.engine.request import SamplingParams
-from dspark.spec.sampling import Role, uniform
+from dspark.spec.sampling import Role, round_seed, uniform
 
 VOCAB = 8
 PROMPT = [3, 1, 5]
@@ -96,10 +96,12 @@ def first_tokens(engine: Engine, params: list[SamplingParams]) -> list[tuple[int
     return [tuple(answer[:POSITIONS]) for answer in tokens]
 
 
-def draw(pair, kinds: list[SamplingParams], trials: int, least_accepted: float = 1.4) -> list[np.ndarray]:
+def draw(
+    pair, kinds: list[SamplingParams], trials: int, least_accepted: float = 1.4, verification: str = "token"
+) -> list[np.ndarray]:
     """How often each triple came first, [V ** 3] for each kind: `trials` of all kinds together, with greedy rows."""
     target, drafter, _ = pair
-    settings = EngineSettings(max_batch=512, max_length=16, block_size=4, step_tokens=4096)
+    settings = EngineSettings(max_batch=512, max_length=16, block_size=4, step_tokens=4096, verification=verification)
     engine = Engine(target, drafter, settings)
     order = np.random.default_rng(0)
     counts = [Counter() for _ in kinds]
@@ -124,6 +126,27 @@ def test_first_three_tokens_follow_the_target(pair):
 def test_chain_drafts_follow_the_target(chain_pair):
     (counts,) = draw(chain_pair, [PLAIN], TRIALS // 2)
     assert p_value(counts, exact_law(chain_pair[2], PLAIN)) > 1e-3
+
+
+def test_block_verification_follows_the_target(pair):
+    kinds = [PLAIN, FILTERED["all"]]
+    for counts, params in zip(draw(pair, kinds, TRIALS // 2, verification="block"), kinds, strict=True):
+        assert p_value(counts, exact_law(pair[2], params)) > 1e-3, params
+
+
+def test_block_verification_draws_each_round_from_a_seed_of_its_own(pair, monkeypatch):
+    """Else a round repeats noise that decided the one before it; tests/spec/test_law.py shows what that does."""
+    accept, seeds = dspark.engine.round.accept, []
+
+    def watched(block, logits, plan, rows, positions, *rest):
+        if block.num_drafts:
+            assert torch.equal(rows.seed, round_seed(torch.tensor([7]), positions))
+            seeds.append(int(rows.seed))
+        return accept(block, logits, plan, rows, positions, *rest)
+
+    monkeypatch.setattr(dspark.engine.round, "accept", watched)
+    Engine(*pair[:2], EngineSettings(max_length=16, verification="block")).generate([PROMPT], PLAIN.replace(seed=7))
+    assert len(set(seeds)) == len(seeds) > 1
 
 
 def test_filters_follow_the_target(pair):

@@ -25,12 +25,28 @@ class AnswerOptions(Settings):
     """Keep the likeliest tokens that together reach this mass."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Keep tokens at least this likely relative to the likeliest."""
+    repetition_penalty: float = Field(1.0, gt=0)
+    """Divides the logits of tokens in prompt and answer (multiplies negative ones); 1 is off."""
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    """Taken off the logits of tokens in the answer."""
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    """The same, once for each time a token occurs."""
+    bad_words: tuple[str, ...] = ()
+    """Words that the answer may not contain, as the tokens they make at the start of a line and after a blank."""
+    min_tokens: int = Field(0, ge=0)
+    """New tokens before which nothing ends the answer."""
+    json_schema: Path | None = None
+    """A file with a JSON schema that the answer follows."""
+    regex: str | None = None
+    """A regular expression that the whole answer matches."""
     seed: int | None = None
     """Makes sampling repeatable."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer."""
     ignore_eos: bool = False
     """Go on past the end-of-turn token."""
+    logprobs: int | None = Field(None, ge=0, le=20)
+    """With --json: each token's log probability, and so many of the likeliest beside it."""
 
 
 class OutputOptions(Settings):
@@ -54,6 +70,8 @@ class GenerateOptions(Settings):
     """Continue the prompt as it stands, without the chat template."""
     system: str | None = None
     """A system message before the prompt."""
+    n: int = Field(1, ge=1, le=128)
+    """Answers to the prompt, each drawn on its own."""
     compare: bool = True
     """Afterwards decode a few tokens plainly, to show the speed-up."""
     model: ModelOptions = ModelOptions()

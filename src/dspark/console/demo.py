@@ -41,7 +41,7 @@ def demo(options: DemoOptions) -> None:
     for prompt, plain, drafted in runs:
         ratios.append(drafted.tokens_per_second / plain.tokens_per_second)
         if options.output.json_output:
-            print_json(drafted)
+            print_json(session, drafted)
             continue
         same = "same text" if plain.completion.token_ids == drafted.completion.token_ids else "texts differ (float tie)"
         table = Table(title=Text(prompt, "bold"), title_justify="left", expand=True, show_lines=True)

@@ -17,16 +17,16 @@ from dspark.engine.request import SamplingParams
 def generate(options: GenerateOptions) -> None:
     """Answer one prompt and print it, streaming, or as one JSON object."""
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    session = open_session(options.model)
+    session = open_session(options.model, options.n)
     messages = [{"role": "system", "content": options.system}] if options.system else []
     messages.append({"role": "user", "content": prompt})
     ids = session.text_ids(prompt) if options.raw else session.prompt_ids(messages)
-    params = sampling_params(options.answer)
+    params = sampling_params(options.answer).replace(n=options.n)
     if options.output.json_output:
-        print_json(session.answer(ids, params))
+        print_json(session, session.answer(ids, params))
         return
     console = open_console(options.output)
-    timed = stream(session, console, ids, params)
+    timed = stream(session, console, ids, params) if options.n == 1 else several(session, console, ids, params)
     compare = options.compare and session.speculates and timed.completion.finish_reason != "abort"
     console.print(figures(timed, session.plain_speed(ids, params) if compare else None))
     if session.speculates and console.color_system:
@@ -50,7 +50,7 @@ def chat(options: ChatOptions) -> None:
         ids = session.prompt_ids(messages)
         timed = session.answer(ids, params) if options.output.json_output else stream(session, console, ids, params)
         if options.output.json_output:
-            print_json(timed)
+            print_json(session, timed)
         else:
             if session.speculates and plain_speed is None:  # once: it costs seconds
                 plain_speed = session.plain_speed(ids, params)
@@ -70,23 +70,47 @@ def read_turn(console: Console) -> str | None:
 
 def stream(session: Session, console: Console, ids: list[int], params: SamplingParams) -> Timed:
     """Answer and print as it comes."""
-    painter = Painter(session, console, params.stop)
+    painter = Painter(session, console, params.stop, params.min_tokens)
     timed = session.answer(ids, params, painter.show)
     console.print(Text(""))
     return timed
 
 
-def print_json(timed: Timed) -> None:
-    """One object a line: text, accepted_length, tokens_per_second, finish_reason."""
-    completion = timed.completion
-    row = {
-        "text": completion.text,
-        "accepted_length": None if completion.tau is None else round(completion.tau, 3),
-        "tokens_per_second": round(timed.tokens_per_second, 2),
-        "finish_reason": completion.finish_reason,
-    }
-    sys.stdout.write(json.dumps(row, ensure_ascii=False) + "\n")
+def several(session: Session, console: Console, ids: list[int], params: SamplingParams) -> Timed:
+    """Answer several times at once, and print the answers one after the other."""
+    timed = session.answer(ids, params)
+    painter = Painter(session, console, params.stop, params.min_tokens)
+    for completion in timed.completions:
+        console.print(Text(f"answer {completion.index + 1}", "bold"))
+        console.print(painter.painted(completion), soft_wrap=True)
+    return timed
+
+
+def print_json(session: Session, timed: Timed) -> None:
+    """One object a line and an answer: text, accepted_length, tokens_per_second (of all answers), finish_reason.
+
+    Where asked for, logprobs: of each token its text, id and log probability, and the likeliest tokens there.
+    """
+    for completion in timed.completions:
+        row: dict[str, object] = {
+            "text": completion.text,
+            "accepted_length": None if completion.tau is None else round(completion.tau, 3),
+            "tokens_per_second": round(timed.tokens_per_second, 2),
+            "finish_reason": completion.finish_reason,
+        }
+        if completion.logprobs is not None:
+            row["logprobs"] = [
+                _logprob(session, entry.token_id, entry.logprob)
+                | {"top": [_logprob(session, token_id, logprob) for token_id, logprob in entry.top]}
+                for entry in completion.logprobs
+            ]
+        sys.stdout.write(json.dumps(row, ensure_ascii=False) + "\n")
     sys.stdout.flush()
+
+
+def _logprob(session: Session, token_id: int, logprob: float) -> dict[str, object]:
+    text = session.target.tokenizer.decode([token_id])
+    return {"token": text, "id": token_id, "logprob": round(logprob, 5)}
 
 
 def open_console(output: OutputOptions) -> Console:

@@ -23,6 +23,7 @@ class Painter:
     session: Session
     console: Console
     stop: tuple[str, ...]
+    min_tokens: int = 0
     stream: TextStream = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,7 +46,7 @@ class Painter:
 
     def _new_stream(self) -> TextStream:
         tokenizer = self.session.target.tokenizer
-        return TextStream(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), self.stop)
+        return TextStream(lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)), self.stop, self.min_tokens)
 
     def _print(self, text: str, style: str) -> None:
         if text:
@@ -55,7 +56,7 @@ class Painter:
 def figures(timed: Timed, plain_speed: float | None) -> Text:
     """Tokens per second, accepted length and the ratio to plain decoding."""
     completion, speed = timed.completion, timed.tokens_per_second
-    parts = [f"{len(completion.token_ids)} tokens", f"{speed:.1f} tok/s"]
+    parts = [f"{timed.num_tokens} tokens", f"{speed:.1f} tok/s"]
     if completion.tau is not None:
         parts.append(f"accepted length τ {completion.tau:.2f}")
     if plain_speed and completion.tau is not None:

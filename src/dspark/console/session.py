@@ -13,7 +13,7 @@ from dspark.engine.config import EngineSettings, ModelOptions
 from dspark.engine.engine import Engine, StepOutput
 from dspark.engine.pair import open_engine
 from dspark.engine.request import Completion, SamplingParams
-from dspark.errors import RequestError
+from dspark.errors import ConfigError, RequestError
 from dspark.models.target import Target
 
 COMPARE_TOKENS = 32
@@ -21,16 +21,26 @@ COMPARE_TOKENS = 32
 
 @dataclass(frozen=True)
 class Timed:
-    """A finished answer and how long it took, prefill included."""
+    """The finished answers to one prompt, one unless more were asked for, and how long they took, prefill included."""
 
-    completion: Completion
+    completions: list[Completion]
     seconds: float
     decode_seconds: float  # without the step that prefilled
 
     @property
+    def completion(self) -> Completion:
+        """The first answer."""
+        return self.completions[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all answers."""
+        return sum(len(completion.token_ids) for completion in self.completions)
+
+    @property
     def tokens_per_second(self) -> float:
         """New tokens per second of the decode rounds."""
-        return (len(self.completion.token_ids) - 1) / self.decode_seconds if self.decode_seconds else 0.0
+        return (self.num_tokens - len(self.completions)) / self.decode_seconds if self.decode_seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -66,23 +76,32 @@ class Session:
         request_id = self.engine.submit(prompt_ids, params)
         start = time.perf_counter()
         first = start
-        completion: Completion | None = None
+        done: dict[int, Completion] = {}
         try:
             for output in self._steps(request_id):
                 if first == start:
                     first = time.perf_counter()
                 if show is not None:
                     show(output)
-                completion = output.completion
+                if output.completion is not None:
+                    done[output.index] = output.completion
         except KeyboardInterrupt:
-            completion = self.engine.abort(request_id)
-        assert completion is not None
+            aborted = self.engine.abort(request_id)
+            if aborted is not None:
+                done[aborted.index] = aborted
         end = time.perf_counter()
-        return Timed(completion, end - start, end - first)
+        return Timed([done[index] for index in sorted(done)], end - start, end - first)
 
     def plain_speed(self, prompt_ids: list[int], params: SamplingParams) -> float:
         """Tokens per second of plain decoding on the same prompt, over a few tokens."""
-        plain = params.replace(speculate=False, max_tokens=COMPARE_TOKENS, ignore_eos=True, stop=())
+        plain = params.replace(
+            speculate=False,
+            n=1,
+            max_tokens=COMPARE_TOKENS,
+            min_tokens=0,
+            stop=(),
+            ignore_eos=not params.grammar_fields,  # a grammar has an end
+        )
         return self.answer(prompt_ids, plain).tokens_per_second
 
     def _steps(self, request_id: str) -> Iterator[StepOutput]:
@@ -103,5 +122,11 @@ def open_session(options: ModelOptions, max_batch: int = 1, prefix_cache: bool =
 
 
 def sampling_params(options: AnswerOptions) -> SamplingParams:
-    """The engine's parameters for the command line's."""
-    return SamplingParams(**options.model_dump())
+    """The engine's parameters for the command line's. Raises ConfigError for a schema that can not be read."""
+    fields = options.model_dump()
+    if options.json_schema is not None:
+        try:
+            fields["json_schema"] = options.json_schema.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"json_schema {options.json_schema}: cannot be read ({error})") from None
+    return SamplingParams.from_dict(fields, "options")

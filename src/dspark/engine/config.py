@@ -2,8 +2,6 @@
 
 from typing import Literal
 
-from typing import Literal
-
 from pydantic import Field
 
 from dspark.config import Settings

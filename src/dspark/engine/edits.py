@@ -198,38 +198,45 @@ def edit_logits(
     A copy, in float32, where the rows are of another dtype, or where a request wants the log probabilities of the rows
     as they were. Batches without edits return at once.
     """
-    edited = [b for b, request in enumerate(requests) if request.edits is not None]
+    edited = [(b, request.edits) for b, request in enumerate(requests) if request.edits is not None]
     if not edited:
         return logits
     lens, drafts = plan.verify_lens.tolist(), block.tokens.tolist()
-    firsts = [b * logits.shape[1] for b in edited]
-    each: list[RowEdits] = []
-    along: list[tuple[LLMatcher, list[int]]] = []
-    masked: list[Ints] = []
-    for b, first in zip(edited, firsts, strict=True):
-        edits, before = requests[b].edits, drafts[b][: lens[b] - 1]
-        assert edits is not None
-        each.append(edits.rows(requests[b].token_ids, before))
-        if edits.matcher is not None:
-            along.append((edits.matcher, before))
-            masked.append(first + np.arange(len(before) + 1))
+    firsts = [b * logits.shape[1] for b, _ in edited]
+    before = [drafts[b][: lens[b] - 1] for b, _ in edited]
+    each = [edits.rows(requests[b].token_ids, some) for (b, edits), some in zip(edited, before, strict=True)]
     device = logits.device
     bias, penalties, banned = (_columns(firsts, kind, device) for kind in zip(*each, strict=True))
-    grammar = None
-    if along:
-        bounded, words = grammars.masks(along)
-        rows = np.concatenate(masked)[bounded]
-        grammar = torch.from_numpy(rows).to(device), torch.from_numpy(words[bounded]).to(device)
-    raw = any(request.params.logprobs is not None and request.params.logprobs_mode == "raw" for request in requests)
-    logits = logits.to(torch.float32, copy=raw)
-    edits = LogitEdits(
+    found = LogitEdits(
         bias=(Places(*bias[:2]), bias[2]) if bias else None,
         penalties=(Places(*penalties[:2]), penalties[2], penalties[3]) if penalties else None,
         banned=Places(*banned) if banned else None,
-        grammar=grammar,
+        grammar=_masks([edits.matcher for _, edits in edited], before, firsts, grammars, device),
     )
-    apply_edits(logits.view(-1, logits.shape[-1]), edits)
+    raw = any(request.params.logprobs is not None and request.params.logprobs_mode == "raw" for request in requests)
+    logits = logits.to(torch.float32, copy=raw)
+    apply_edits(logits.view(-1, logits.shape[-1]), found)
     return logits
+
+
+def _masks(
+    matchers: list[LLMatcher | None],
+    before: list[list[int]],
+    firsts: list[int],
+    grammars: Grammars,
+    device: torch.device,
+) -> tuple[Tensor, Tensor] | None:
+    """The rows that grammars bound, and their bits; `before`: the drafts of each request, whose rows begin at `firsts`.
+
+    None where no request has a grammar.
+    """
+    rows_of = zip(matchers, before, firsts, strict=True)
+    some = [(matcher, drafts, first) for matcher, drafts, first in rows_of if matcher is not None]
+    if not some:
+        return None
+    bounded, words = grammars.masks([(matcher, drafts) for matcher, drafts, _ in some])
+    rows = np.concatenate([first + np.arange(len(drafts) + 1) for _, drafts, first in some])
+    return torch.from_numpy(rows[bounded]).to(device), torch.from_numpy(words[bounded]).to(device)
 
 
 def _columns(

@@ -89,7 +89,11 @@ class Grammars:
                 f"{field}: grammars need llguidance, which is not installed: pip install 'dspark[grammar]'"
             ) from None
         try:
-            matcher = LLMatcher(self._tokenizer, _grammar_text(field, value), log_level=0)
+            tokenizer = self._tokenizer
+        except ValueError as error:
+            raise RequestError(f"{field}: llguidance can not read this target's tokenizer ({error})") from None
+        try:
+            matcher = LLMatcher(tokenizer, _grammar_text(field, value), log_level=0)
         except ValueError as error:  # GBNF is parsed in Python
             raise RequestError(f"{field}: {error}") from None
         if matcher.is_error():
@@ -113,12 +117,11 @@ class Grammars:
 
 def _grammar_text(field: str, value: Any) -> str:
     """A grammar in llguidance's own form. Raises ValueError for GBNF that is malformed."""
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import grammar_from
 
     match field:
         case "json_schema":
-            defaults = {} if "x-guidance" in value else {"whitespace_pattern": _JSON_BLANKS}
-            return LLMatcher.grammar_from_json_schema(value, defaults=defaults)
+            return grammar_from("json_schema", json.dumps({"x-guidance": {"whitespace_pattern": _JSON_BLANKS}} | value))
         case "choice":
             return grammar_from("choice", json.dumps(value))
         case "regex":
