@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dspark.cache.capture import Capture, DecoderStates, RowStates, batches, supervised_next
+from dspark.cache.capture import Capture, batches, supervised_next
 from dspark.cache.check import relative_error, same_choice
 from dspark.cache.estimate import part_bytes
 from dspark.cache.format import HiddenDtype, sample_flags
@@ -27,6 +27,7 @@ from dspark.data.chat import ChatTemplate
 from dspark.data.conversation import read_conversations
 from dspark.data.template import SkipReason, render_all
 from dspark.log import progress
+from dspark.models.states import RowStates
 from dspark.models.target import load_target
 
 WIDTHS: tuple[HiddenDtype, ...] = ("bfloat16", "int8")
@@ -40,7 +41,7 @@ def main() -> None:
         ChatTemplate(target.tokenizer), read_conversations([args.conversations]), args.max_length, skipped
     )
     numbered = [(i, row.token_ids, row.loss_mask) for i, row in enumerate(islice(rows, args.rows))]
-    source, layers = DecoderStates(target.decoder), tuple(args.layers)
+    source, layers = target.states(), tuple(args.layers)
     capture = Capture(source, layers, log_normalizer=False)
     found: dict[HiddenDtype, list[Loss]] = {width: [] for width in WIDTHS}
     with torch.inference_mode(), progress(len(numbered), "cache bytes", "row") as bar:

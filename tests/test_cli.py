@@ -8,9 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from tiny_target import save_tiny_target
 
 from dspark import cli
 from dspark.console import demo
@@ -18,47 +16,14 @@ from dspark.console.config import DemoOptions
 from dspark.console.session import Timed
 from dspark.engine.request import Completion
 from dspark.engine.stats import RequestFigures
-from dspark.models.config import DecoderConfig
-from dspark.models.decoder import Decoder
-from dspark.models.weights import save_decoder
 from dspark.stages import plan_training
 from dspark.training.config import TrainSettings
-
-SPECIALS = ("<|end|>", "<|mask|>", "<|user|>", "<|assistant|>", "<unk>")
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty letters, four layers."""
     path = tmp_path_factory.mktemp("models") / "tiny"
-    vocab = {token: index for index, token in enumerate((*SPECIALS, *"abcdefghij klmnop"))}
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
-    core.decoder = decoders.Fuse()
-    core.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", unk_token="<unk>")
-    tokenizer.chat_template = TEMPLATE
-    torch.manual_seed(3)
-    config = DecoderConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=len(vocab),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=256,
-        layer_types=("full_attention",) * 4,
-        eos_token_ids=(0,),
-    )
-    decoder = Decoder(config)
-    for weight in decoder.parameters():
-        torch.nn.init.normal_(weight, std=0.3)
-    save_decoder(decoder, tokenizer, path)
+    save_tiny_target(path)
     return path
 
 

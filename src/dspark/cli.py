@@ -91,7 +91,9 @@ def cache(recipe: Recipe, overrides: Overrides = (), estimate: bool = False) -> 
     from dspark.stages import build_cache, estimate_cache
 
     if estimate:
-        print(estimate_cache(settings).report())
+        from dspark.console import tables
+
+        tables.show(tables.estimate_rows(estimate_cache(settings)))
     else:
         build_cache(settings)
 

@@ -31,4 +31,5 @@ def target() -> Target:
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=0.3)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-    return Target("tiny", decoder, tokenizer, digest="d" * 16, tokenizer_digest="t" * 16, chat_template_digest="c" * 16)
+    digests = {name: name[0] * 16 for name in ("digest", "tokenizer_digest", "chat_template_digest", "ends_digest")}
+    return Target("tiny", decoder, tokenizer, **digests)

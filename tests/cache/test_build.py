@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dspark.cache.build import build_cache
-from dspark.cache.capture import Capture, DecoderStates
+from dspark.cache.capture import Capture
 from dspark.cache.check import check_samples, check_states
 from dspark.cache.config import CacheSettings
 from dspark.cache.reader import CacheReader
@@ -84,7 +84,7 @@ def test_a_bfloat16_target_gives_float32_normalizers(target: Target, tmp_path: P
     """The trainer divides by them in float32: their error is that of the stored states alone."""
     decoder = copy.deepcopy(target.decoder).bfloat16()
     pack_linears(decoder)
-    build_cache(replace(target, decoder=decoder), make_rows(6), settings(tmp_path))
+    build_cache(replace(target, model=decoder), make_rows(6), settings(tmp_path))
     for sample in CacheReader(tmp_path / "cache"):
         assert sample.log_normalizer is not None
         wide = decoder.norm.float()(sample.last_hidden.float()) @ decoder.lm_head_weight.float().T
@@ -95,7 +95,7 @@ def test_a_bfloat16_target_gives_float32_normalizers(target: Target, tmp_path: P
 def test_normalizers_of_a_target_that_caps_its_logits(target: Target, tmp_path: Path) -> None:
     decoder = copy.deepcopy(target.decoder)
     decoder.config = decoder.config.replace(final_logit_softcapping=1.5)
-    build_cache(replace(target, decoder=decoder), make_rows(3), settings(tmp_path))
+    build_cache(replace(target, model=decoder), make_rows(3), settings(tmp_path))
     for sample in CacheReader(tmp_path / "cache"):
         assert sample.log_normalizer is not None
         wanted = ~sample.log_normalizer.isnan()
@@ -162,7 +162,7 @@ def test_settings_the_target_cannot_serve(target: Target, tmp_path: Path) -> Non
 
 def test_wrong_states_are_refused(target: Target) -> None:
     """What a faulty capture gives: zeros, NaN, another row's states, another layer, a normalised last state."""
-    capture = Capture(DecoderStates(target.decoder), TAPS, log_normalizer=False)
+    capture = Capture(target.states(), TAPS, log_normalizer=False)
     samples = capture([(i, row.token_ids, row.loss_mask) for i, row in enumerate(make_rows(8))])
     assert check_samples(samples, capture) == 1.0
     one, other = samples[:2]

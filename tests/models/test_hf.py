@@ -101,6 +101,44 @@ def test_structures_without_norm_or_head() -> None:
         HuggingFaceCausalLM(random_model("opt", word_embed_proj_dim=16), "opt-350m")
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Granite", {"logits_scaling": 4.0}),
+        ("Cohere", {"logit_scale": 0.25}),
+        ("Gemma2", {"final_logit_softcapping": 2.0}),
+    ],
+)
+def test_logits_that_a_model_scales_or_caps(family: str, changes: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{family}Config")(**SMALL | WIDTHS | {"initializer_range": 0.3} | changes)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    source = HuggingFaceCausalLM(model, family)
+    (states,) = source([ROWS[1]])
+    with torch.inference_mode():
+        assert close(source.logits(states.last_hidden), model(torch.tensor([ROWS[1]])).logits[0])
+    assert not source.lm_head_weight.is_inference(), "a drafter is trained with it"
+
+
+def test_heads_that_no_drafter_takes_over() -> None:
+    model = random_model("phi")
+    torch.nn.init.normal_(model.lm_head.bias)
+    with pytest.raises(CheckpointError, match="phi: its LM head adds biases"):
+        HuggingFaceCausalLM(model, "phi")
+    source = HuggingFaceCausalLM(_LoudLlama(make_reference("llama").config), "loud")
+    with pytest.raises(CheckpointError, match=r"loud: _LoudLlama changes the logits .* \(relative error 0\.50\)"):
+        source(ROWS)
+
+
+class _LoudLlama(transformers.LlamaForCausalLM):
+    """A model whose choices are those of norm and head, and whose probabilities are others."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+
 class _ReversedLlama(transformers.LlamaForCausalLM):
     """A model that does something else with its last hidden state than norm and head."""
 

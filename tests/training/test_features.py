@@ -4,6 +4,7 @@ import copy
 import json
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,14 @@ from transformers import PreTrainedTokenizerFast
 
 from dspark.cache import build
 from dspark.cache.cached import CachedSamples
-from dspark.cache.capture import Capture, DecoderStates
+from dspark.cache.capture import Capture
 from dspark.cache.config import CacheSettings
 from dspark.cache.hybrid import HybridSamples
 from dspark.cache.reader import CacheReader
 from dspark.cache.streamed import RowTable, StreamedSamples
 from dspark.errors import CacheError, CheckpointError, ConfigError
 from dspark.models.decoder import Decoder
+from dspark.models.states import DecoderStates
 from dspark.models.target import Target
 from dspark.training.batch import SampleSource
 from dspark.training.build import spread_layers
@@ -49,7 +51,7 @@ def model(target: Decoder) -> Target:
     torch.manual_seed(2)
     decoder.norm.weight.copy_(torch.rand_like(decoder.norm.weight) * 3)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-    return Target("tiny", decoder, tokenizer, digest="d", tokenizer_digest="t", chat_template_digest="c")
+    return Target("tiny", decoder, tokenizer, "d", "t", "c", ends_digest="e")
 
 
 @pytest.fixture
@@ -236,7 +238,7 @@ def test_a_version_2_cache_of_another_target_is_refused(model: Target, rows: Sam
     write_version_2(ours, model, tmp_path / "shifted", layers=(1, 2))
     with pytest.raises(CacheError, match="features of its first sample are not this target's"):
         CachedSamples([tmp_path / "shifted"]).check(model)
-    other = Target("other", model.decoder, model.tokenizer, digest="e", tokenizer_digest="t", chat_template_digest="c")
+    other = replace(model, name="other", digest="x")
     with pytest.raises(CacheError, match="recipe's target is other"):
         ours.check(other)
     write_version_2(ours, model, tmp_path / "public")

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
-from dspark.cache.capture import Capture, DecoderStates, NumberedRow, batches
+from dspark.cache.capture import Capture, NumberedRow, batches
 from dspark.cache.check import check_samples, check_states
 from dspark.cache.config import CacheSettings
 from dspark.cache.format import HiddenDtype, Manifest
@@ -37,7 +37,7 @@ def build_cache(
     something else, a row differs from the one written under its number, there are no rows, or the written states are
     not the target's.
     """
-    capture = Capture(DecoderStates(target.decoder), settings.target_layer_ids, settings.log_normalizer)
+    capture = Capture(target.states(), settings.target_layer_ids, settings.log_normalizer)
     with CacheWriter(settings.out, cache_identity(target, settings), settings.shard_bytes) as writer:
         checked = False
         with progress(total, "cache", "row") as bar:
@@ -88,6 +88,7 @@ def states_of(target: Target, target_layer_ids: tuple[int, ...], hidden_dtype: H
         tokenizer_digest=target.tokenizer_digest,
         chat_template_digest=target.chat_template_digest,
         target_revision=target.digest,
+        ends_digest=target.ends_digest,
         vocab_size=target.config.vocab_size,
     )
 

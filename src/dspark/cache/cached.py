@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark.cache.capture import Capture, DecoderStates
+from dspark.cache.capture import Capture
 from dspark.cache.check import check_foreign
 from dspark.cache.format import Sample
 from dspark.cache.reader import CacheReader, TokenRow
@@ -34,22 +34,33 @@ class CachedSamples:
         self.target_layer_ids = first.target_layer_ids
         self._starts = np.cumsum([0] + [len(reader) for reader in self._readers])
 
+    @property
+    def target_digest(self) -> str | None:
+        """The digest of the whole target, where its two ends alone can be checked; None for caches of before."""
+        first = self._readers[0].manifest
+        known = all(reader.manifest.ends_digest is not None for reader in self._readers)
+        return first.target_revision if known else None
+
     def check(self, target: Target) -> None:
         """Refuse caches of another target. Raises `CacheError`.
 
-        Version 2 does not say which weights it is of: there the states of a sample are compared.
+        Version 2 does not say which weights it is of: there the states of a sample are compared, which the whole
+        target makes.
         """
         for reader in self._readers:
             manifest = reader.manifest
             if manifest.target_revision is None:
                 _log.info("%s: a version 2 cache of %s", reader.path, manifest.target_model_name_or_path)
-                capture = Capture(DecoderStates(target.decoder), self.target_layer_ids, log_normalizer=False)
+                capture = Capture(target.states(), self.target_layer_ids, log_normalizer=False)
                 if len(reader):
                     check_foreign(reader[0], capture, str(reader.path))
-            elif manifest.target_revision != target.digest:
+                continue
+            stored = (manifest.target_revision, manifest.ends_digest or target.ends_digest)
+            if stored != (target.digest, target.ends_digest):
                 raise CacheError(
-                    f"{reader.path}: is of {manifest.target_model_name_or_path} ({manifest.target_revision}), the "
-                    f"recipe's target is {target.name} ({target.digest}): name that one or build the cache again"
+                    f"{reader.path}: is of {manifest.target_model_name_or_path} ({' '.join(stored)}), the recipe's "
+                    f"target is {target.name} ({target.digest} {target.ends_digest}): name that one or build the "
+                    "cache again"
                 )
 
     def __len__(self) -> int:

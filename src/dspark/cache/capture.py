@@ -1,101 +1,22 @@
 """A target's states for whole rows, as samples.
 
-Shapes: B rows, T tokens of the longest, S tokens of one row, m tapped layers, H hidden size, V vocabulary.
+Shapes: S tokens of one row, N states, H hidden size, V vocabulary.
 """
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dspark.cache.format import Sample
-from dspark.models.attention import AttentionBatch
-from dspark.models.decoder import Decoder
-from dspark.models.kv_cache import PagedKVCache
 from dspark.models.layers import softcap
+from dspark.models.states import StateSource
 
-_BLOCK_SIZE = 64  # tokens
 _LOGIT_ROWS = 256  # rows of logits over the whole vocabulary that exist at once
 
 NumberedRow = tuple[int, Sequence[int], Sequence[int]]  # sample id, token ids, loss mask
-
-
-class TappedStates(Protocol):
-    """The states of one row."""
-
-    @property
-    def taps(self) -> Tensor: ...  # [S, m, H], the outputs of the tapped layers
-    @property
-    def last_hidden(self) -> Tensor: ...  # [S, H], before the final norm
-
-
-class StateSource(Protocol):
-    """A target as capture sees it: `DecoderStates`, or anything else that runs rows of unequal lengths together."""
-
-    @property
-    def norm(self) -> nn.Module: ...  # the final norm
-    @property
-    def lm_head_weight(self) -> Tensor: ...  # [V, H]
-    @property
-    def final_logit_softcapping(self) -> float | None: ...  # c of c * tanh(logits / c); None without
-    def __call__(self, rows: Sequence[Sequence[int]], taps: tuple[int, ...]) -> Sequence[TappedStates]: ...
-    def logits(self, last_hidden: Tensor) -> Tensor: ...  # [N, H] before the final norm -> [N, V], the target's own
-
-
-class RowStates(NamedTuple):
-    """What `DecoderStates` gives for one row."""
-
-    taps: Tensor  # [S, m, H]
-    last_hidden: Tensor  # [S, H]
-
-
-class DecoderStates:
-    """Our decoder as a source of states: batched prefill with a KV cache of its own, grown to the largest batch."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
-        self._cache: PagedKVCache | None = None
-
-    @property
-    def norm(self) -> nn.Module:
-        """The final norm."""
-        return self._decoder.norm
-
-    @property
-    def lm_head_weight(self) -> Tensor:
-        """The rows [V, H] that turn normed states into logits."""
-        return self._decoder.lm_head_weight
-
-    @property
-    def final_logit_softcapping(self) -> float | None:
-        """The soft cap of the logits."""
-        return self._decoder.config.final_logit_softcapping
-
-    def __call__(self, rows: Sequence[Sequence[int]], taps: tuple[int, ...]) -> list[RowStates]:
-        """Run rows of token ids together and return their states, in their order, in the decoder's dtype."""
-        lengths = [len(row) for row in rows]
-        device = self._decoder.embed_tokens.weight.device
-        padded = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
-        for out, row in zip(padded, rows, strict=True):
-            out[: len(row)] = torch.as_tensor(row)
-        tables, num_blocks = _block_tables(lengths)
-        positions = torch.arange(padded.shape[1], device=device).expand(len(rows), -1)
-        batch = AttentionBatch.build(positions, lengths, tables, _BLOCK_SIZE)
-        output = self._decoder(padded.to(device), batch, self._room(num_blocks), taps)
-        return [RowStates(output.taps[b, :length], output.hidden[b, :length]) for b, length in enumerate(lengths)]
-
-    def logits(self, last_hidden: Tensor) -> Tensor:
-        """The target's own logits [N, V] from states [N, H] before the final norm."""
-        return self._decoder.logits(last_hidden.to(self._decoder.embed_tokens.weight))
-
-    def _room(self, num_blocks: int) -> PagedKVCache:
-        if self._cache is None or self._cache.num_blocks < num_blocks:
-            self._cache = None  # free the old one first
-            self._cache = self._decoder.new_cache(num_blocks, _BLOCK_SIZE)
-        return self._cache
 
 
 class Capture:
@@ -179,14 +100,3 @@ class _WideHead:
 def supervised_next(loss_mask: Tensor) -> Tensor:
     """Positions i64 [N] whose next token is supervised."""
     return loss_mask[1:].nonzero().squeeze(1)
-
-
-def _block_tables(lengths: list[int]) -> tuple[list[list[int]], int]:
-    """Give each row its own run of blocks; returns the tables and how many blocks there must be, block 0 counted."""
-    tables: list[list[int]] = []
-    used = 1
-    for length in lengths:
-        count = -(-length // _BLOCK_SIZE)
-        tables.append(list(range(used, used + count)))
-        used += count
-    return tables, used

@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from dspark.config import Settings
+from dspark.models.config import CaptureName
 
 
 class CacheSettings(Settings):
@@ -15,6 +16,8 @@ class CacheSettings(Settings):
     """Built-in name, directory, GGUF file or hub id."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """The target's weights and arithmetic, whatever `hidden_dtype` is."""
+    capture: CaptureName = "auto"
+    """What runs the target: our decoder, transformers, or (auto) transformers where our decoder does not know it."""
     conversations: tuple[Path, ...] = Field(min_length=1)
     """JSON-lines files; rows hold messages, conversations or turns."""
     out: Path

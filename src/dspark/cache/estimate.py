@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark.cache.build import CacheRow, cache_identity
-from dspark.cache.capture import Capture, DecoderStates, NumberedRow, batches
+from dspark.cache.capture import Capture, NumberedRow, batches
 from dspark.cache.config import CacheSettings
 from dspark.cache.format import (
     HAS_LOG_NORMALIZER,
@@ -45,18 +45,6 @@ class CacheEstimate(NamedTuple):
     def seconds(self) -> float:
         """How long the target takes over all rows."""
         return self.num_tokens / self.tokens_per_second
-
-    def report(self) -> str:
-        """The figures as lines of text."""
-        lines = [("samples", f"{self.num_samples:,}"), ("tokens", f"{self.num_tokens:,}")]
-        lines += [(f"  {name}", _size(size)) for name, size in self.parts.items()]
-        each = self.num_bytes / self.num_tokens
-        lines += [
-            ("bytes", f"{_size(self.num_bytes)} ({each:,.0f} a token)"),
-            ("shards", f"about {self.num_shards:,}"),
-            ("time", f"{_duration(self.seconds)} at {self.tokens_per_second:,.0f} tokens/s"),
-        ]
-        return "\n".join(f"{name:<22} {value}" for name, value in lines)
 
 
 def estimate(target: Target, rows: Iterable[CacheRow], settings: CacheSettings) -> CacheEstimate:
@@ -120,7 +108,7 @@ def _num_shards(seq_lens: Sequence[int], shape: tuple[int, int], flags: int, sha
 
 def _speed(target: Target, rows: list[NumberedRow], settings: CacheSettings) -> float:
     """Tokens a second of the target over batches of all lengths, after one that is not counted."""
-    capture = Capture(DecoderStates(target.decoder), settings.target_layer_ids, settings.log_normalizer)
+    capture = Capture(target.states(), settings.target_layer_ids, settings.log_normalizer)
     grouped = list(batches(rows, settings.batch_tokens))
     grouped = grouped[:: -(-len(grouped) // _WARM_UP_BATCHES)]
     capture(grouped[0])
@@ -134,17 +122,3 @@ def _speed(target: Target, rows: list[NumberedRow], settings: CacheSettings) -> 
             if elapsed > _WARM_UP_SECONDS:
                 break
     return tokens / elapsed
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.4g} TB"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

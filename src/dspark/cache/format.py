@@ -81,6 +81,7 @@ class Manifest(BaseModel):
     tokenizer_digest: str | None = None  # this and what follows: None in version 2
     chat_template_digest: str | None = None
     target_revision: str | None = None
+    ends_digest: str | None = None  # of its embedding, final norm and LM head; None in caches of before
     vocab_size: int | None = None
 
     @model_validator(mode="before")

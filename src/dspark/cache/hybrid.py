@@ -25,6 +25,7 @@ from dspark.cache.format import (
 )
 from dspark.cache.quantise import dequantise, quantise
 from dspark.cache.reader import ShardFiles, TokenRow
+from dspark.cache.remote import RemoteSamples
 from dspark.cache.streamed import StreamedSamples
 from dspark.cache.writer import CacheWriter
 from dspark.errors import CacheError
@@ -44,7 +45,12 @@ class HybridSamples:
     """
 
     def __init__(
-        self, streamed: StreamedSamples, path: Path, identity: Manifest, max_bytes: int, place: tuple[int, int]
+        self,
+        streamed: StreamedSamples | RemoteSamples,
+        path: Path,
+        identity: Manifest,
+        max_bytes: int,
+        place: tuple[int, int],
     ) -> None:
         """`identity` is the manifest without counts; `place` is (rank, number of processes)."""
         rank, world_size = place

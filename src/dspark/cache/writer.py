@@ -131,6 +131,8 @@ class CacheWriter:
         self.path.mkdir(parents=True, exist_ok=True)
         if (self.path / BUILD_NAME).exists():
             begun = Manifest.read(self.path, BUILD_NAME)
+            if begun.ends_digest is None:  # of a build of before; the revision names the target all the same
+                begun = begun.model_copy(update={"ends_digest": self._identity.ends_digest})
             changed = [k for k in type(begun).model_fields if getattr(begun, k) != getattr(self._identity, k)]
             if changed:
                 raise CacheError(f"{self.path}: was begun with another {', '.join(changed)}: choose another directory")

@@ -17,7 +17,7 @@ from dspark.drafters.config import DrafterConfig
 from dspark.drafters.heads import ConfidenceHead, MarkovHead
 from dspark.errors import CheckpointError
 from dspark.models.attention import AttentionBatch
-from dspark.models.decoder import Decoder
+from dspark.models.ends import TargetEnds
 from dspark.models.kv_cache import PagedKVCache
 from dspark.models.layers import softcap
 from dspark.models.linear import pack_linears
@@ -39,7 +39,7 @@ class Drafter(nn.Module, ABC):
     token_ids: Tensor | None
     context_reads_next: bool = False  # whether what `inject` writes for a row depends on the token after it
 
-    def __init__(self, config: DrafterConfig, target: Decoder, token_ids: Tensor | None = None) -> None:
+    def __init__(self, config: DrafterConfig, target: TargetEnds, token_ids: Tensor | None = None) -> None:
         super().__init__()
         check_target(config, target, token_ids)
         self.config = config
@@ -103,7 +103,7 @@ class Drafter(nn.Module, ABC):
         c = self.config
         conventions = (c.num_drafts, c.target_layer_ids, c.mask_token_id, c.sample_from_anchor, c.block_attention)
         vocabulary = None if self.token_ids is None else self.token_ids.tolist()
-        return parameters_digest(self, repr((conventions, vocabulary)))
+        return parameters_digest(self.named_parameters(), repr((conventions, vocabulary)))
 
     # ---- serving
 
@@ -183,7 +183,7 @@ class Drafter(nn.Module, ABC):
 class _Borrowed:
     """The target's embedding table and LM head rows, held without registering them as the drafter's parameters."""
 
-    def __init__(self, target: Decoder, token_ids: Tensor | None) -> None:
+    def __init__(self, target: TargetEnds, token_ids: Tensor | None) -> None:
         self.embed = target.embed_tokens  # [...] -> [..., H], scaled where the target scales
         self.embedding = target.embed_tokens.weight.detach()
         full = target.lm_head_weight.detach()
@@ -191,7 +191,7 @@ class _Borrowed:
         self.head: nn.Module = nn.Identity()
 
 
-def check_target(config: DrafterConfig, target: Decoder, token_ids: Tensor | None) -> None:
+def check_target(config: DrafterConfig, target: TargetEnds, token_ids: Tensor | None) -> None:
     """Raise CheckpointError where the drafter's shape does not fit the target."""
     t = target.config
     for name, ours, theirs in (

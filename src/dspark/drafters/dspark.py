@@ -14,7 +14,7 @@ from dspark.drafters.base import Drafter
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.heads import ConfidenceHead, MarkovHead
 from dspark.models.attention import AttentionBatch
-from dspark.models.decoder import Decoder
+from dspark.models.ends import TargetEnds
 from dspark.models.kv_cache import PagedKVCache
 from dspark.spec.types import DraftBlock, SamplingRows
 
@@ -24,7 +24,7 @@ class BlockDrafter(Drafter):
 
     backbone: Backbone
 
-    def __init__(self, config: DrafterConfig, target: Decoder, token_ids: Tensor | None = None) -> None:
+    def __init__(self, config: DrafterConfig, target: TargetEnds, token_ids: Tensor | None = None) -> None:
         super().__init__(config, target, token_ids)
         assert config.mask_token_id is not None
         self.mask_token_id = config.mask_token_id

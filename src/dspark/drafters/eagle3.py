@@ -17,7 +17,7 @@ from dspark.drafters.backbone import DraftLayer, FeatureFusion, KeysValues, segm
 from dspark.drafters.base import Drafter
 from dspark.drafters.config import DrafterConfig
 from dspark.models.attention import AttentionBatch
-from dspark.models.decoder import Decoder
+from dspark.models.ends import TargetEnds
 from dspark.models.kv_cache import PagedKVCache
 from dspark.spec.types import DraftBlock, SamplingRows
 
@@ -116,7 +116,7 @@ class Eagle3Drafter(Drafter):
     backbone: Eagle3Backbone
     context_reads_next = True
 
-    def __init__(self, config: DrafterConfig, target: Decoder, token_ids: Tensor | None = None) -> None:
+    def __init__(self, config: DrafterConfig, target: TargetEnds, token_ids: Tensor | None = None) -> None:
         super().__init__(config, target, token_ids)
         self.backbone = Eagle3Backbone(config)
         self.lm_head: nn.ParameterDict | None = None

@@ -9,6 +9,8 @@ from dspark.config import Settings
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "proportional"]
 LayerType = Literal["full_attention", "sliding_attention"]
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
+CaptureName = Literal["auto", "decoder", "transformers"]
+"""What runs a target for its states: our decoder, transformers, or our decoder where it knows the architecture."""
 
 
 def _added(default: Any, **limits: Any) -> Any:

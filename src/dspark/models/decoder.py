@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dspark.models import rope
 from dspark.models.attention import AttentionBatch, paged_attention
 from dspark.models.config import DecoderConfig
+from dspark.models.ends import Ends
 from dspark.models.kv_cache import PagedKVCache
 from dspark.models.layers import PlusOneRMSNorm, RMSNorm, ScaledEmbedding, softcap
 from dspark.models.mlp import MLP, SparseMLP
@@ -30,6 +31,20 @@ def norm(config: DecoderConfig, size: int) -> RMSNorm:
     """Return the family's norm over `size` components."""
     cls = PlusOneRMSNorm if config.norm_style == "rms_plus_one" else RMSNorm
     return cls(size, config.rms_norm_eps)
+
+
+def embedding(config: DecoderConfig) -> nn.Embedding:
+    """Return the family's embedding table, untrained."""
+    table = torch.empty(config.vocab_size, config.hidden_size).uniform_(-0.05, 0.05)  # normal_ is slow on meta
+    cls = ScaledEmbedding if config.scale_embeddings else nn.Embedding
+    return cls(config.vocab_size, config.hidden_size, _weight=table)
+
+
+def new_ends(config: DecoderConfig) -> Ends:
+    """Return the ends of an untrained decoder; their parameters have the names that they have in the whole."""
+    table = embedding(config)
+    head = table.weight if config.tie_word_embeddings else torch.empty_like(table.weight)
+    return Ends(config, table, norm(config, config.hidden_size), head)
 
 
 class Attention(nn.Module):
@@ -110,9 +125,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        table = torch.empty(config.vocab_size, config.hidden_size).uniform_(-0.05, 0.05)  # normal_ is slow on meta
-        embedding = ScaledEmbedding if config.scale_embeddings else nn.Embedding
-        self.embed_tokens = embedding(config.vocab_size, config.hidden_size, _weight=table)
+        self.embed_tokens = embedding(config)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = norm(config, config.hidden_size)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

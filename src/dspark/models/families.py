@@ -219,4 +219,7 @@ def _architecture(hf: JsonDict, where: str) -> str:
             if names[0] in (architecture, *family.wrappers):
                 return architecture
     found = ", ".join(map(str, names)) or hf.get("model_type") or "none named"
-    raise CheckpointError(f"{where}: unsupported architecture ({found}); supported: {', '.join(FAMILIES)}")
+    raise CheckpointError(
+        f"{where}: unsupported architecture ({found}); supported: {', '.join(FAMILIES)} "
+        "(for others a drafter can be trained, with states from transformers, but not served here)"
+    )

@@ -1,49 +1,54 @@
 """Any transformers causal LM as a source of hidden states: for capture and training, where our decoder lacks a family.
 
-Shapes: B rows, T tokens of the longest, S tokens of one row, m taps, H hidden size, V vocabulary.
+Shapes: B rows, T tokens of the longest, S tokens of one row, N states, m taps, H hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dspark.errors import CheckpointError
+from dspark.models.config import DecoderConfig
+from dspark.models.hf_config import describe, logit_scale
 from dspark.models.hub import resolve_model
+from dspark.models.layers import softcap
+from dspark.models.states import RowStates
 
 MIN_AGREEMENT = 0.98  # share of tokens whose argmax must be the model's own
-
-
-class RowStates(NamedTuple):
-    """The states of one row, in the model's dtype and on its device."""
-
-    taps: Tensor  # [S, m, H], the residual stream after each tapped layer, in the order asked for
-    last_hidden: Tensor  # [S, H], the residual stream before the final norm
+MAX_LOGIT_ERROR = 0.02  # relative error of the logits: bfloat16 stays far below
+_CHECKED_ROWS, _CHECKED_TOKENS = 4, 128  # of the first batch: logits over a whole vocabulary are large
 
 
 class HuggingFaceCausalLM:
     """A transformers model that gives what `Decoder` gives: tapped layers, and what its norm and head make logits of.
 
     Layers, final norm and head are found by structure: the list of as many modules as the config counts layers, the
-    norm beside it, and the output embeddings. Whether those are right is checked on the first rows: the argmax from
+    norm beside it, and the output embeddings. Whether those are right is checked on the first rows: the logits from
     the stored last hidden state must be the model's own.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str) -> None:
-        """Wrap a loaded model; `name` stands in errors. Raises `CheckpointError` when its structure is another."""
+    def __init__(self, model: PreTrainedModel, name: str, config: DecoderConfig | None = None) -> None:
+        """Wrap a loaded model; `name` stands in errors, `config` is what our decoder makes of its own, if it knows it.
+
+        Raises `CheckpointError` when its structure is another.
+        """
         self.name = name
-        self._model: Any = model.requires_grad_(False).eval()  # type: ignore[no-untyped-call]
+        self._known = config
+        self.model: Any = model.requires_grad_(False).eval()  # type: ignore[no-untyped-call]
         self._backbone, self._layers = _layers_of(model, name)
         self._norm = _norm_of(self._backbone, self._layers, name)
-        self._head = _head_of(model, name)
+        self.head = _head_of(model, name)
         self._checked = False
 
     @classmethod
     def load(
-        cls, name_or_path: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+        cls, name_or_path: str | Path, dtype: torch.dtype | None = None, config: DecoderConfig | None = None
     ) -> Self:
         """Load a Hugging Face directory, hub id or GGUF file; `dtype` None keeps the stored one.
 
@@ -57,7 +62,7 @@ class HuggingFaceCausalLM:
             model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype or "auto", local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{name_or_path}: transformers cannot load it ({error})") from None
-        return cls(model.to(device), str(name_or_path))
+        return cls(model, str(name_or_path), config)
 
     @property
     def num_layers(self) -> int:
@@ -67,18 +72,18 @@ class HuggingFaceCausalLM:
     @property
     def hidden_size(self) -> int:
         """The width of the residual stream."""
-        return int(self._model.config.get_text_config().hidden_size)
+        return int(self.model.config.get_text_config().hidden_size)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of weights and states."""
-        dtype: torch.dtype = self._model.dtype
+        dtype: torch.dtype = self.model.dtype
         return dtype
 
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        device: torch.device = self._model.device
+        device: torch.device = self.model.device
         return device
 
     @property
@@ -87,18 +92,45 @@ class HuggingFaceCausalLM:
         norm: nn.Module = self._norm
         return norm
 
+    @cached_property
+    def config(self) -> DecoderConfig:
+        """What drafters and caches need of its config. Raises `CheckpointError` for sizes no drafter can have."""
+        if self._known is not None:
+            return self._known
+        rows, vocab_size = self.embed_tokens.num_embeddings, len(self.head.get_parameter("weight"))
+        if rows != vocab_size:
+            raise CheckpointError(f"{self.name}: has {rows} embeddings but {vocab_size} logits: they must be as many")
+        return describe(self.model.config, vocab_size, self.name)
+
     @property
+    def embed_tokens(self) -> nn.Embedding:
+        """The embedding table. Raises `CheckpointError` where the model has another kind."""
+        embedding = self.model.get_input_embeddings()
+        if not isinstance(embedding, nn.Embedding):
+            raise CheckpointError(f"{self.name}: its input embeddings are a {type(embedding).__name__}, not a table")
+        return embedding
+
+    @cached_property
     def lm_head_weight(self) -> Tensor:
-        """The rows [V, H] that turn normed states into logits."""
-        weight = self._head.weight
-        assert isinstance(weight, Tensor)
-        return weight
+        """The rows [V, H] that turn normed states into logits, scaled as the model scales those."""
+        weight, scale = self.head.get_parameter("weight"), logit_scale(self.model.config)
+        with torch.inference_mode(False), torch.no_grad():  # a drafter may be trained with it
+            return weight if scale == 1.0 else weight * scale
 
     @property
     def final_logit_softcapping(self) -> float | None:
         """The soft cap of the logits, as Gemma's configs name it."""
-        cap: float | None = getattr(self._model.config.get_text_config(), "final_logit_softcapping", None)
-        return cap
+        return self.config.final_logit_softcapping
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the model, in place."""
+        self.model.to(device)
+        vars(self).pop("lm_head_weight", None)
+        return self
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """Every parameter under its name in transformers, a shared one once."""
+        return list(self.model.named_parameters())
 
     @torch.inference_mode()
     def __call__(self, rows: Sequence[Sequence[int]], taps: tuple[int, ...] = ()) -> list[RowStates]:
@@ -110,32 +142,37 @@ class HuggingFaceCausalLM:
         if bad := [i for i in taps if not -1 <= i < self.num_layers]:
             raise CheckpointError(f"{self.name}: there is no layer {bad[0]}: taps are in -1..{self.num_layers - 1}")
         if not self._checked:
-            self.check(rows)
+            self.check([row[:_CHECKED_TOKENS] for row in rows[:_CHECKED_ROWS]])
             self._checked = True
         found, _ = self._run(rows, taps, with_logits=False)
         return found
 
     def logits(self, last_hidden: Tensor) -> Tensor:
-        """Final norm and LM head alone: states [..., H] -> [..., V], without what a model does to its logits later."""
-        logits: Tensor = self._head(self._norm(last_hidden.to(self.device, self.dtype)))
-        return logits
+        """Logits [..., V] of states [..., H] before the final norm, by norm, LM head and soft cap alone."""
+        normed = self._norm(last_hidden.to(self.device, self.dtype))
+        return softcap(F.linear(normed, self.lm_head_weight), self.final_logit_softcapping)
 
     @torch.inference_mode()
     def check(self, rows: Sequence[Sequence[int]]) -> float:
         """Return the share of tokens of `rows` whose argmax from the stored last hidden state is the model's own.
 
-        Raises `CheckpointError` naming the model when that is below `MIN_AGREEMENT`.
+        Raises `CheckpointError` naming the model when that is below `MIN_AGREEMENT`, or when the logits are others.
         """
         found, logits = self._run(rows, (), with_logits=True)
-        agreed = total = 0
-        for row, states in zip(logits, found, strict=True):
-            length = len(states.last_hidden)
-            agreed += int((self.logits(states.last_hidden).argmax(-1) == row[:length].argmax(-1)).sum())
-            total += length
+        own = torch.cat([row[: len(states.last_hidden)] for row, states in zip(logits, found, strict=True)]).float()
+        ours = torch.cat([self.logits(states.last_hidden) for states in found]).float()
+        agreed, total = int((ours.argmax(-1) == own.argmax(-1)).sum()), len(own)
+        kind = type(self.model).__name__
         if agreed < MIN_AGREEMENT * total:
             raise CheckpointError(
                 f"{self.name}: final norm and LM head give the model's own choice at {agreed} of {total} tokens only: "
-                f"{type(self._model).__name__} does something else with its last hidden state and cannot be captured"
+                f"{kind} does something else with its last hidden state and cannot be captured"
+            )
+        error = float((ours - own).norm() / own.norm())
+        if not error <= MAX_LOGIT_ERROR:  # not a number, where some logits are infinite
+            raise CheckpointError(
+                f"{self.name}: {kind} changes the logits of its LM head (relative error {error:.2f}) in a way that is "
+                "not known here: a drafter would be trained for another law"
             )
         return agreed / total
 
@@ -152,7 +189,7 @@ class HuggingFaceCausalLM:
         recorder = _Recorder(self._layers, self._norm, taps)
         inputs = {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device), "use_cache": False}
         with recorder:
-            output = self._model(**inputs) if with_logits else self._model.base_model(**inputs)
+            output = self.model(**inputs) if with_logits else self.model.base_model(**inputs)
         last = recorder.states["last"]
         found = []
         for b, length in enumerate(lengths):
@@ -229,4 +266,12 @@ def _head_of(model: PreTrainedModel, name: str) -> nn.Module:
         raise CheckpointError(f"{name}: {type(model).__name__} has no LM head; give a causal language model")
     if head.get_parameter("weight").shape[1] != model.config.get_text_config().hidden_size:
         raise CheckpointError(f"{name}: the LM head of {type(model).__name__} does not read the final norm directly")
+    refuse_biases(head, name)
     return head
+
+
+def refuse_biases(head: nn.Module, name: str) -> None:
+    """Raise `CheckpointError` for an LM head with biases: drafters and their losses know the rows alone."""
+    bias = getattr(head, "bias", None)
+    if isinstance(bias, Tensor) and not bias.is_meta and bool(bias.any()):
+        raise CheckpointError(f"{name}: its LM head adds biases to the logits, which no drafter takes over")

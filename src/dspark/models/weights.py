@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from dspark.errors import CheckpointError
 from dspark.files import atomic_path
 from dspark.models.config import DecoderConfig
-from dspark.models.decoder import Decoder
+from dspark.models.decoder import Decoder, new_ends
+from dspark.models.ends import Ends, TargetEnds
 from dspark.models.families import config_from_hf, config_to_hf, text_config, token_ids
 from dspark.models.gguf import GgufFile
 from dspark.models.layers import PlusOneRMSNorm
@@ -23,6 +24,7 @@ from dspark.models.tokenizer import Tokenizer
 INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_NAME = "model.safetensors"
 _LANGUAGE_MODEL = "language_model."
+_END_NAMES = ("embed_tokens.weight", "norm.weight", "lm_head.weight")
 _SAMPLES = 64  # values of each tensor that enter the digest
 
 
@@ -42,10 +44,11 @@ class SafetensorsFiles:
     Of a multi-modal model only the text part is there, which its files keep under `language_model`.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, wanted: Callable[[str], bool] | None = None) -> None:
+        """Open the files that hold a tensor with a `wanted` name; None: all. Raises `CheckpointError`."""
         self.where = str(directory)
         stored: dict[str, Any] = {}  # name in the files -> open file
-        for path in _weight_files(directory):
+        for path in _weight_files(directory, wanted):
             try:
                 file = safe_open(path, framework="pt")
             except FileNotFoundError:
@@ -65,6 +68,11 @@ class SafetensorsFiles:
         tensor: Tensor = file.get_tensor(stored_name)
         return tensor
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, which is not read."""
+        file, stored_name = self._tensors[name]
+        return tuple(file.get_slice(stored_name).get_shape())
+
 
 def load_decoder(path: str | Path, dtype: torch.dtype | None = None) -> Decoder:
     """Load a decoder from a Hugging Face directory or a GGUF file, frozen and ready for inference.
@@ -72,12 +80,34 @@ def load_decoder(path: str | Path, dtype: torch.dtype | None = None) -> Decoder:
     `dtype` converts the weights; None keeps the stored one (a GGUF file is dequantised to bfloat16).
     Raises `CheckpointError` naming the file, field or tensor at fault.
     """
-    path = Path(path)
+    config, source, stored = _open(Path(path))
+    return build_decoder(config, source, dtype or stored)
+
+
+def load_ends(path: str | Path, dtype: torch.dtype | None = None) -> Ends:
+    """Load the two ends of a decoder as `load_decoder` does, and nothing else: other files need not be there."""
+    config, source, stored = _open(Path(path), _END_NAMES.__contains__)
+    with torch.device("meta"):
+        ends = new_ends(config)
+    _require({name for name, _ in ends.named_parameters()}, source)
+    _fill(ends, source, dtype or stored)
+    return ends.requires_grad_(False)
+
+
+def load_config(path: Path) -> DecoderConfig:
+    """Return a decoder's config; no tensor is read. Raises `CheckpointError`."""
+    if path.suffix == ".gguf":
+        return config_from_hf(GgufFile(path).hf_config(), str(path))
+    return config_from_hf(read_hf_config(path), str(path / "config.json"))
+
+
+def _open(path: Path, wanted: Callable[[str], bool] | None = None) -> tuple[DecoderConfig, TensorSource, torch.dtype]:
+    """Return a model's config, its tensors (at least the wanted ones) and the dtype that they are to have."""
     if path.suffix == ".gguf":
         file = GgufFile(path)
-        return build_decoder(config_from_hf(file.hf_config(), str(path)), file, dtype or torch.bfloat16)
+        return config_from_hf(file.hf_config(), str(path)), file, torch.bfloat16
     hf = read_hf_config(path)
-    return build_decoder(config_from_hf(hf, str(path / "config.json")), SafetensorsFiles(path), dtype or _dtype(hf))
+    return config_from_hf(hf, str(path / "config.json")), SafetensorsFiles(path, wanted), stored_dtype(hf)
 
 
 def build_decoder(config: DecoderConfig, source: TensorSource, dtype: torch.dtype) -> Decoder:
@@ -85,22 +115,30 @@ def build_decoder(config: DecoderConfig, source: TensorSource, dtype: torch.dtyp
     with torch.device("meta"):
         decoder = Decoder(config)
     shapes = {name: parameter.shape for name, parameter in decoder.named_parameters()}  # a tied head is not repeated
-    plus_one = _plus_one_norms(decoder)
     expected = {part for name, shape in shapes.items() for part in stored_parts(name, shape, config)}
     names = source.names()
-    if missing := sorted(expected - names):
-        raise CheckpointError(f"{source.where}: missing {_named(missing)}; the files do not fit their config")
+    _require(expected, source)
     optional = {"lm_head.weight"} | {name for name in names if name.endswith("rotary_emb.inv_freq")}
     if left_over := sorted(names - expected - optional):
         raise CheckpointError(f"{source.where}: unexpected {_named(left_over)}; the files do not fit their config")
-    state = {}
-    for name, shape in shapes.items():
-        value = _read(source, name, shape, config)
-        state[name] = value.float() + 1 if name in plus_one else value.to(dtype)
-    decoder.load_state_dict(state, strict=False, assign=True)
-    if config.tie_word_embeddings:
-        decoder.lm_head.weight = decoder.embed_tokens.weight
+    _fill(decoder, source, dtype)
     return decoder.requires_grad_(False).eval()
+
+
+def _require(expected: set[str], source: TensorSource) -> None:
+    if missing := sorted(expected - source.names()):
+        raise CheckpointError(f"{source.where}: missing {_named(missing)}; the files do not fit their config")
+
+
+def _fill(model: Decoder | Ends, source: TensorSource, dtype: torch.dtype) -> None:
+    """Give every parameter the value that its parts have in the files, converted; a tied head stays tied."""
+    plus_one, state = _plus_one_norms(model), {}
+    for name, parameter in model.named_parameters():
+        value = _read(source, name, parameter.shape, model.config)
+        state[name] = value.float() + 1 if name in plus_one else value.to(dtype)
+    model.load_state_dict(state, strict=False, assign=True)
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight
 
 
 def save_decoder(decoder: Decoder, tokenizer: Tokenizer | None, path: str | Path) -> None:
@@ -126,13 +164,20 @@ def weights_digest(decoder: Decoder) -> str:
 
     The same for all file layouts and dtypes of one model, and cheap for large ones. Take it before packing.
     """
-    return parameters_digest(decoder, decoder.config.digest())
+    return parameters_digest(decoder.named_parameters(), decoder.config.digest())
 
 
-def parameters_digest(module: nn.Module, more: str) -> str:
-    """Return 16 hex digits that identify `more` and a sample of every parameter, rounded to bfloat16."""
+def ends_digest(ends: TargetEnds) -> str:
+    """Return 16 hex digits that identify a model's config, embedding, final norm and LM head, as `weights_digest`."""
+    norm = ((f"norm.{name}", parameter) for name, parameter in ends.norm.named_parameters())
+    parts = [("embed_tokens.weight", ends.embed_tokens.weight), *norm, ("lm_head.weight", ends.lm_head_weight)]
+    return parameters_digest(parts, ends.config.digest())
+
+
+def parameters_digest(parameters: Iterable[tuple[str, Tensor]], more: str) -> str:
+    """Return 16 hex digits that identify `more` and a sample of every named parameter, rounded to bfloat16."""
     digest = hashlib.sha256(more.encode())
-    for name, parameter in module.named_parameters():
+    for name, parameter in parameters:
         flat = parameter.detach().flatten()
         index = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64).long()
         sample = flat[index.to(flat.device)].to(torch.bfloat16).cpu().view(torch.int16)
@@ -196,9 +241,9 @@ def _read(source: TensorSource, name: str, shape: torch.Size, config: DecoderCon
     return torch.cat(tensors).view(shape) if len(tensors) > 1 else tensors[0]
 
 
-def _plus_one_norms(decoder: Decoder) -> set[str]:
+def _plus_one_norms(model: nn.Module) -> set[str]:
     """Return the parameters whose checkpoint tensors hold one less."""
-    return {f"{name}.weight" for name, module in decoder.named_modules() if isinstance(module, PlusOneRMSNorm)}
+    return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, PlusOneRMSNorm)}
 
 
 def _text_names(stored: Iterable[str]) -> dict[str, str]:
@@ -206,21 +251,30 @@ def _text_names(stored: Iterable[str]) -> dict[str, str]:
     names = list(stored)
     if any(_LANGUAGE_MODEL in name for name in names):
         names = [name for name in names if _LANGUAGE_MODEL in name or name == "lm_head.weight"]
-    return {name.removeprefix("model.").removeprefix(_LANGUAGE_MODEL).removeprefix("model."): name for name in names}
+    return {text_name(name): name for name in names}
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def text_name(stored: str) -> str:
+    """Return a tensor's name without what stands before `layers.` in the files."""
+    return stored.removeprefix("model.").removeprefix(_LANGUAGE_MODEL).removeprefix("model.")
+
+
+def _weight_files(directory: Path, wanted: Callable[[str], bool] | None) -> list[Path]:
     if (directory / INDEX_NAME).exists():
         weight_map = read_json(directory / INDEX_NAME).get("weight_map")
         if not isinstance(weight_map, Mapping) or not weight_map:
             raise CheckpointError(f"{directory / INDEX_NAME}: weight_map missing; fetch it again")
+        if wanted is not None:
+            kept = {theirs for ours, theirs in _text_names(weight_map).items() if wanted(ours)}
+            weight_map = {name: file for name, file in weight_map.items() if name in kept}
         return sorted({directory / str(file) for file in weight_map.values()})
     if not (directory / WEIGHTS_NAME).exists():
         raise CheckpointError(f"{directory}: holds neither {WEIGHTS_NAME} nor {INDEX_NAME}; only safetensors are read")
     return [directory / WEIGHTS_NAME]
 
 
-def _dtype(hf: Mapping[str, Any]) -> torch.dtype:
+def stored_dtype(hf: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype that a config names; bfloat16 stands in for float16."""
     name = hf.get("dtype") or hf.get("torch_dtype")
     return {"bfloat16": torch.bfloat16, "float16": torch.bfloat16}.get(str(name), torch.float32)
 

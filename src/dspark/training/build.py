@@ -14,7 +14,7 @@ from dspark.drafters.config import DrafterConfig
 from dspark.drafters.factory import make_drafter
 from dspark.errors import ConfigError
 from dspark.models.config import DecoderConfig
-from dspark.models.decoder import Decoder
+from dspark.models.ends import TargetEnds
 from dspark.training.batch import SampleSource
 from dspark.training.config import DrafterShape
 
@@ -22,7 +22,7 @@ SCALE_SAMPLES = 64
 INIT_STD = 0.02
 
 
-def drafter_config(shape: DrafterShape, target: Decoder, target_layer_ids: tuple[int, ...]) -> DrafterConfig:
+def drafter_config(shape: DrafterShape, target: TargetEnds, target_layer_ids: tuple[int, ...]) -> DrafterConfig:
     """The drafter's config: the recipe's choices over the target's sizes. Raises ConfigError where they clash."""
     t = target.config
     fields = shape.model_dump(
@@ -75,7 +75,7 @@ def spread_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
     return tuple(sorted({max(0, min(layer, num_layers - 2)) for layer in spread}))
 
 
-def new_drafter(config: DrafterConfig, target: Decoder, samples: SampleSource, seed: int) -> Drafter:
+def new_drafter(config: DrafterConfig, target: TargetEnds, samples: SampleSource, seed: int) -> Drafter:
     """Random weights, scaled to the data: draft vocabulary by frequency, features by their measured spread."""
     token_ids = None
     if config.draft_vocab_size is not None:
@@ -86,7 +86,7 @@ def new_drafter(config: DrafterConfig, target: Decoder, samples: SampleSource, s
     return drafter
 
 
-def warm_start(read: Drafter, wanted: DrafterConfig, target: Decoder, seed: int) -> Drafter:
+def warm_start(read: Drafter, wanted: DrafterConfig, target: TargetEnds, seed: int) -> Drafter:
     """The drafter `read` as the recipe wants it: its weights and draft vocabulary, other draft lengths, new heads.
 
     Heads that the recipe names and `read` lacks (a DFlash drafter has none) start fresh; what no recipe can name

@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -32,7 +31,7 @@ class StateWriter:
 
     def __init__(self, directory: Path, ranks: Ranks) -> None:
         self.directory, self.ranks = directory, ranks
-        self._group = dist.new_group(backend="gloo")  # of its own: the trainer's collectives go on meanwhile
+        self._group = ranks.new_group()  # of its own: the trainer's collectives go on meanwhile
         self._pending: tuple[Future[Any], int, dict[str, Any]] | None = None
 
     def save(self, step: int, tensors: dict[str, Any], run: dict[str, Any]) -> None:
@@ -91,10 +90,10 @@ def latest_state(directory: Path) -> tuple[Path, dict[str, Any]] | None:
     return steps[-1], run
 
 
-def load_tensors(path: Path, tensors: dict[str, Any]) -> None:
+def load_tensors(path: Path, tensors: dict[str, Any], ranks: Ranks) -> None:
     """Fill `tensors` in place from the state at `path`. Raises CheckpointError on a damaged one."""
     try:
-        load(tensors, checkpoint_id=path)
+        load(tensors, checkpoint_id=path, process_group=ranks.group)
     except (
         CheckpointException,
         OSError,

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from dspark.config import Settings
 from dspark.drafters.config import Algorithm
 from dspark.errors import ConfigError
+from dspark.models.config import CaptureName
 
 NO_HEADS = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -103,6 +104,11 @@ class TrainSettings(Settings):
     target: str = "smollm2-135m"
     target_dtype: Literal["float32", "bfloat16"] = "float32"
     """The target's weights, and its arithmetic where it runs beside the drafter."""
+    capture: CaptureName = Field("auto", exclude_if=lambda value: value == "auto")
+    """What runs the target: our decoder, transformers, or (auto) transformers where our decoder does not know it."""
+    target_ranks: int = Field(0, ge=0, exclude_if=lambda value: value == 0)
+    """Streamed and hybrid, under torchrun: so many processes, the last ones, run the target alone and send its states
+    to the others, which train. 0: each process runs the target beside its drafter."""
     features: Literal["cached", "streamed", "hybrid"] = "cached"
     """Where the target's states come from: read from `cache`; made for each micro-batch; made once and kept on disk as
     far as `max_cache_bytes` goes."""
@@ -196,12 +202,15 @@ class TrainSettings(Settings):
             raise ConfigError(f"cache: features = {self.features!r} takes {'one directory' if hybrid else 'none'}")
         if hybrid != (self.max_cache_bytes is not None):
             raise ConfigError(f"max_cache_bytes: features = {self.features!r} {'needs it' if hybrid else 'has none'}")
+        if cached and self.target_ranks:
+            raise ConfigError("target_ranks: features = 'cached' runs no target: leave it out")
         if self.target_dtype == "bfloat16" and self.compute_dtype != "bfloat16":
             raise ConfigError("target_dtype: bfloat16 needs compute_dtype bfloat16")
 
     def identity(self) -> str:
         """A digest of what decides the losses; runs with the same one may continue each other."""
         places: dict[str, Any] = {"out": Path(), "cache": (), "conversations": (), "features": "cached"}
+        places |= {"target_ranks": 0, "capture": "auto"}
         pace: dict[str, Any] = {"save_every": 1, "log_every": 1, "num_threads": None, "device": "auto"}
         memory: dict[str, Any] = {"max_cache_bytes": None, "batch_tokens": 1, "tokens_per_row": None}
         return self.replace(**places, **pace, **memory, wandb_project=None).digest()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dspark.drafters.base import Drafter
-from dspark.models.decoder import Decoder
+from dspark.models.ends import TargetEnds
 from dspark.models.layers import softcap
 from dspark.training.batch import TrainBatch, slot_weights
 from dspark.training.config import LossMix
@@ -43,11 +43,11 @@ class TrainStep(nn.Module):
         super().__init__()
         self.drafter = drafter
 
-    def forward(self, target: Decoder, batch: TrainBatch, weighting: Weighting) -> Objective:
+    def forward(self, target: TargetEnds, batch: TrainBatch, weighting: Weighting) -> Objective:
         return micro_objective(self.drafter, target, batch, weighting)
 
 
-def micro_objective(drafter: Drafter, target: Decoder, batch: TrainBatch, weighting: Weighting) -> Objective:
+def micro_objective(drafter: Drafter, target: TargetEnds, batch: TrainBatch, weighting: Weighting) -> Objective:
     """Losses and metrics of one micro-batch. A chain's steps are its slots, so that all drafters share the terms."""
     mask, (mix, decay, draft_index) = batch.slot_mask, weighting
     hidden = drafter.train_hidden(batch.token_ids, batch.features, batch.anchors, batch.valid, batch.segment_ids)
@@ -84,7 +84,7 @@ def micro_objective(drafter: Drafter, target: Decoder, batch: TrainBatch, weight
     return Objective(loss, _metrics(slots, weight, mask, confidence))
 
 
-def _target_rows(target: Decoder, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+def _target_rows(target: TargetEnds, batch: TrainBatch) -> tuple[Tensor, Tensor]:
     """The target's final-normed hidden states [B*S, H] and their full-vocabulary log normalizers [B*S]."""
     with torch.no_grad():
         weight = target.lm_head_weight

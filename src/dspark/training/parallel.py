@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -29,8 +29,25 @@ class Ranks:
     """This process's place in the run, and the collectives that the trainer needs."""
 
     rank: int
-    world_size: int
+    world_size: int  # of the trainers, which come first
     device: torch.device
+    num_targets: int = 0  # processes behind them that run the target alone
+    group: dist.ProcessGroup | None = None  # the trainers'; None: every process
+
+    @property
+    def runs_target(self) -> bool:
+        """Whether this process makes states for trainers instead of training."""
+        return self.rank >= self.world_size
+
+    @property
+    def target_rank(self) -> int:
+        """The process that makes this trainer's states."""
+        return self.world_size + self.rank % self.num_targets
+
+    @property
+    def trainers(self) -> list[int]:
+        """The trainers that this process makes states for."""
+        return [rank for rank in range(self.world_size) if rank % self.num_targets == self.rank - self.world_size]
 
     @property
     def is_main(self) -> bool:
@@ -54,7 +71,7 @@ class Ranks:
         if self.world_size == 1:
             return value
         summed = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(summed)
+        dist.all_reduce(summed, group=self.group)
         return float(summed)
 
     def gather(self, value: Any) -> list[Any]:
@@ -62,22 +79,34 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def wait(self) -> None:
         """Return when every process has come here."""
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
 
     def shard(self, module: nn.Module) -> None:
         """Shard the module's parameters over the processes, in place; gradients become SUMS over them."""
         if self.world_size > 1:
-            fully_shard(module, mesh=init_device_mesh(self.device.type, (self.world_size,)))
+            kind, group = self.device.type, self.group
+            mesh = init_device_mesh(kind, (self.world_size,)) if group is None else DeviceMesh.from_group(group, kind)
+            fully_shard(module, mesh=mesh)
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             # gloo knows the plain sum only; a scaled reduction is for NCCL.
             module.set_force_sum_reduction_for_comms(True)
+
+    def new_group(self) -> dist.ProcessGroup:
+        """Another group of the trainers, on the CPU, whose collectives may run beside the others."""
+        if self.group is None:
+            group = dist.new_group(backend="gloo")
+        else:
+            ranks = list(range(self.world_size))
+            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     def sync_gradients(self, module: nn.Module, last: bool) -> None:
         """Whether the next backward exchanges gradients: once a step, at its last micro-batch."""
@@ -110,10 +139,11 @@ def peak_memory(device: torch.device) -> int:
 
 
 @contextmanager
-def join_ranks(device: str = "auto") -> Iterator[Ranks]:
+def join_ranks(device: str = "auto", num_targets: int = 0) -> Iterator[Ranks]:
     """Join the other processes that torchrun started, or be a world of one; a group that is there already is used.
 
-    `device`: "cpu", "cuda" or "auto" (cuda where there is one). Raises ConfigError when it is not there.
+    `device`: "cpu", "cuda" or "auto" (cuda where there is one). The last `num_targets` processes run the target, the
+    others train. Raises ConfigError when the device is not there, or too few processes are.
     """
     kind = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
@@ -131,7 +161,15 @@ def join_ranks(device: str = "auto") -> Iterator[Ranks]:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), place)
+        trainers, group = dist.get_world_size() - num_targets, None
+        if num_targets:
+            if trainers < num_targets:
+                raise ConfigError(
+                    f"target_ranks: {num_targets} of {dist.get_world_size()} processes leave fewer trainers than that: "
+                    "start more with torchrun, or lower it"
+                )
+            group = dist.new_group(list(range(trainers)))
+        yield Ranks(dist.get_rank(), trainers, place, num_targets, group)
     finally:
         if ours:
             dist.destroy_process_group()

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from dspark.drafters.factory import make_drafter
-from dspark.models.config import DecoderConfig
-from dspark.models.decoder import Decoder
-from dspark.models.families import config_from_hf
+from dspark.models.decoder import Decoder, new_ends
+from dspark.models.ends import Ends
 from dspark.models.hub import resolve_model
-from dspark.models.weights import load_decoder, read_hf_config
+from dspark.models.target import decodes
+from dspark.models.weights import load_config
 from dspark.training.build import drafter_config, freeze, spread_layers
 from dspark.training.config import TrainSettings
 from dspark.training.losses import CHUNK
@@ -27,9 +27,12 @@ FLOAT, HALF = 4, 2  # bytes
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """Counts and bytes of a run; memory is of one process. None: not known before the cache is built."""
+    """Counts and bytes of a run; memory is of one training process. None: not known before the cache is built."""
 
-    target_parameters: int
+    target_parameters: int  # those that a trainer holds
+    whole_target: bool  # whether these are all, or the embedding, the final norm and the LM head
+    target_dtype: str
+    target_rank_bytes: int | None  # weights in a process that runs the target alone, where there are such
     drafter_parameters: int
     trained_parameters: int
     num_processes: int
@@ -38,7 +41,7 @@ class TrainPlan:
     num_samples: int | None
     num_tokens: int | None
     steps: int | None
-    weights_bytes: int  # the target, the LM head rows of the draft vocabulary, and the drafter
+    weights_bytes: int  # of the target, the LM head rows of the draft vocabulary, and the drafter
     optimizer_bytes: int  # gradients and moments, this process's share
     batch_bytes: int  # features of one micro-batch, activations of its slots, one chunk of logits
     state_bytes: int  # one training state on disk
@@ -57,15 +60,18 @@ class TrainPlan:
         return 3 * self.state_bytes + len(self.writes) * self.drafter_bytes
 
 
-def plan(settings: TrainSettings, lengths: np.ndarray | None, taps: tuple[int, ...], processes: int) -> TrainPlan:
+def plan(
+    settings: TrainSettings, lengths: np.ndarray | None, taps: tuple[int, ...], processes: int, whole: bool
+) -> TrainPlan:
     """Work a recipe out without loading weights or reading features.
 
     `lengths` [n] are the samples' token counts, None before there are any; `taps` the layers they hold, or that the
-    recipe names. Raises ConfigError and CheckpointError.
+    recipe names; `processes` those that train; `whole`: they load the target's layers too. Raises ConfigError and
+    CheckpointError.
     """
-    config = target_config(settings.target)
+    target, all_parameters = target_shape(settings.target)
+    config = target.config
     with torch.device("meta"):
-        target = Decoder(config)
         shape = drafter_config(settings.drafter, target, taps or spread_layers(config.num_hidden_layers))
         drafter = make_drafter(
             shape, target, None if shape.draft_vocab_size is None else torch.arange(shape.draft_vocab_size)
@@ -84,10 +90,14 @@ def plan(settings: TrainSettings, lengths: np.ndarray | None, taps: tuple[int, .
     steps = settings.max_steps
     if steps is None and samples is not None:
         steps = settings.epochs * max(1, samples // per_step)
-    target_parameters = sum(p.numel() for p in target.parameters())
+    target_parameters = all_parameters if whole else sum(p.numel() for p in target.parameters())
+    target_size = FLOAT if settings.target_dtype == "float32" else HALF
     names = ("last", "best") if settings.held_out is not None else ("last",)
     return TrainPlan(
         target_parameters=target_parameters,
+        whole_target=whole,
+        target_dtype=settings.target_dtype,
+        target_rank_bytes=all_parameters * target_size if settings.target_ranks else None,
         drafter_parameters=total,
         trained_parameters=trained,
         num_processes=processes,
@@ -96,7 +106,7 @@ def plan(settings: TrainSettings, lengths: np.ndarray | None, taps: tuple[int, .
         num_samples=samples,
         num_tokens=tokens,
         steps=steps,
-        weights_bytes=FLOAT * (target_parameters + shape.num_draft_logits * config.hidden_size + total),
+        weights_bytes=target_size * (target_parameters + shape.num_draft_logits * config.hidden_size) + FLOAT * total,
         optimizer_bytes=3 * trained * FLOAT // processes,
         batch_bytes=batch,
         state_bytes=(total + 2 * trained) * FLOAT,
@@ -106,9 +116,14 @@ def plan(settings: TrainSettings, lengths: np.ndarray | None, taps: tuple[int, .
     )
 
 
-def target_config(name_or_path: str) -> DecoderConfig:
-    """The target's config, without its weights where the format allows. Raises CheckpointError."""
+def target_shape(name_or_path: str) -> tuple[Ends, int]:
+    """The target's ends without values, and how many parameters the whole has. Raises CheckpointError."""
     path = resolve_model(name_or_path)
-    if path.is_dir():
-        return config_from_hf(read_hf_config(path), str(path))
-    return load_decoder(path).config
+    with torch.device("meta"):
+        if decodes(path):
+            config = load_config(path)
+            return new_ends(config), sum(p.numel() for p in Decoder(config).parameters())
+        from dspark.models.hf_ends import skeleton  # takes seconds
+
+        model = skeleton(path, name_or_path)
+        return Ends.of(model), sum(p.numel() for _, p in model.named_parameters())

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from dspark.drafters.base import Drafter
 from dspark.errors import CheckpointError
 from dspark.log import get_logger, progress
-from dspark.models.decoder import Decoder
+from dspark.models.ends import TargetEnds
 from dspark.training.batch import SampleSource, TrainBatch, collate, slot_weights
 from dspark.training.checkpoint import StateWriter, latest_state, load_tensors
 from dspark.training.config import TrainSettings
@@ -55,7 +55,7 @@ class Trainer:
     def __init__(
         self,
         settings: TrainSettings,
-        target: Decoder,
+        target: TargetEnds,
         drafter: Drafter,
         samples: SampleSource,
         export: Callable[[Drafter, Path], None],
@@ -102,9 +102,11 @@ class Trainer:
                     self.states.poll()
                     if self.step % self.settings.save_every == 0 and self.step < self.total_steps:
                         self.save()
-            finally:
-                self.save()
-                self.states.finish()
+            except BaseException:
+                if self.ranks.world_size == 1:  # others may be anywhere: waiting for them could take for ever
+                    self.save_last()
+                raise
+            self.save_last()
         figures = {} if log is None else log.latest
         seconds = time.perf_counter() - began
         return TrainReport(self.step, self.total_steps, seconds, figures, self.best, self.settings.out)
@@ -186,6 +188,11 @@ class Trainer:
         self.states.save(self.step, self._tensors(), run)
         self.export_last()
 
+    def save_last(self) -> None:
+        """Write the training state and wait until it is on disk."""
+        self.save()
+        self.states.finish()
+
     def export_last(self) -> None:
         """Write the present drafter as a servable checkpoint."""
         with self.ranks.whole(self.module):
@@ -214,7 +221,7 @@ class Trainer:
                 "Restore it, or choose another output and set init_from"
             )
         tensors = self._tensors()
-        load_tensors(path, tensors)
+        load_tensors(path, tensors, self.ranks)
         set_state_dict(
             self.module,
             self.optimizer,

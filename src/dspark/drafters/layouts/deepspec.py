@@ -24,7 +24,7 @@ from dspark.drafters.layouts.eagle import is_original, original_name, parse_orig
 from dspark.errors import CheckpointError, ConfigError
 from dspark.files import atomic_path
 from dspark.models.config import DecoderConfig
-from dspark.models.decoder import Decoder
+from dspark.models.ends import TargetEnds
 from dspark.models.families import config_from_hf, config_to_hf
 from dspark.models.weights import read_json
 
@@ -50,7 +50,7 @@ SHARED_FIELDS = ("num_target_layers", *BLOCK_FIELDS, *CHAIN_FIELDS)
 TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight")
 
 
-def read_drafter(path: str | Path, target: Decoder, target_digest: str | None = None) -> Drafter:
+def read_drafter(path: str | Path, target: TargetEnds, target_digest: str | None = None) -> Drafter:
     """Load a drafter for `target`, strictly: every tensor must be there and none may be left over.
 
     `target_digest` is compared with the one the file was written for, where it names one. Raises CheckpointError
