@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 from tiny_target import save_foreign_target, write_answers
+from tiny_training import losses
 
 from dspark import stages
 from dspark.cache.config import CacheSettings
@@ -32,10 +33,6 @@ def train_settings(path: Path, name: str, **changes: Any) -> TrainSettings:
         "drafter": {"num_hidden_layers": 1, "block_size": 3, "mask_token_id": 1, "markov_rank": 4},
     }
     return TrainSettings.from_dict(base | changes, "test")
-
-
-def losses(out: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -33,47 +33,30 @@ class TargetLink:
     """A trainer's end. Every method raises `CacheError` when the other process failed or is gone."""
 
     def __init__(self, target_rank: int, device: torch.device) -> None:
-        self.target_rank = target_rank
-        self._device = device
+        self._rank, self._device = target_rank, device
 
     def digests(self) -> tuple[str, str]:
         """Return the digests of the whole target and of its ends; call it once, before all else."""
-        both = bytes(self._receive(torch.zeros(2 * _DIGEST_LENGTH, dtype=torch.uint8)).tolist()).decode()
+        both = self._text(2 * _DIGEST_LENGTH)
         return both[:_DIGEST_LENGTH], both[_DIGEST_LENGTH:]
 
     def ask(self, indices: Sequence[int]) -> None:
-        """Ask for rows; the answer to the request before must have been received."""
-        try:
-            for values in ([len(indices)], list(indices)):
-                dist.send(torch.tensor(values, dtype=torch.int64), self.target_rank)
-        except RuntimeError as error:
-            raise self._gone(error) from None
+        """Ask for rows (none: nothing more will be asked); the answer to the last request must have been received."""
+        _send(torch.tensor([len(indices)]), self._rank)
+        if indices:
+            _send(torch.tensor(list(indices)), self._rank)
 
     def answer(self, num_tokens: int, num_layers: int, hidden_size: int) -> Answer:
         """Receive the answer to the last request, whose rows have so many tokens together."""
-        problem, stop = self._receive(torch.zeros(2, dtype=torch.int64)).tolist()
+        problem, stop = _receive(torch.zeros(2, dtype=torch.int64), self._rank).tolist()
         if problem:
-            raise CacheError(bytes(self._receive(torch.zeros(problem, dtype=torch.uint8)).tolist()).decode())
-        shape = (num_tokens, num_layers + 1, hidden_size)
-        states = self._receive(torch.empty(shape, dtype=torch.bfloat16, device=self._device))
-        return Answer(states, self._receive(torch.empty(num_tokens, device=self._device)), bool(stop))
+            raise CacheError(self._text(problem))
+        states = torch.empty(num_tokens, num_layers + 1, hidden_size, dtype=torch.bfloat16, device=self._device)
+        normalizers = torch.empty(num_tokens, device=self._device)
+        return Answer(_receive(states, self._rank), _receive(normalizers, self._rank), bool(stop))
 
-    def close(self) -> None:
-        """Tell the other process that this one asks for nothing more."""
-        dist.send(torch.zeros(1, dtype=torch.int64), self.target_rank)
-
-    def _receive(self, tensor: Tensor) -> Tensor:
-        try:
-            dist.recv(tensor, self.target_rank)
-        except RuntimeError as error:
-            raise self._gone(error) from None
-        return tensor
-
-    def _gone(self, error: RuntimeError) -> CacheError:
-        return CacheError(
-            f"the target's process (rank {self.target_rank}) is gone, see what it wrote; started again, the run goes "
-            f"on from its last state ({error})"
-        )
+    def _text(self, length: int) -> str:
+        return bytes(_receive(torch.zeros(length, dtype=torch.uint8), self._rank).tolist()).decode()
 
 
 class TargetServer:
@@ -89,7 +72,7 @@ class TargetServer:
         self.stop_requested = False
 
     def run(self, device: torch.device) -> None:
-        """Serve until every trainer has closed its end. Raises `CacheError` when one is gone, or for bad states.
+        """Serve until no trainer asks for more. Raises `CacheError` when one is gone, or for states of no target.
 
         A thread waits for each trainer, so that one that is gone shows at once, whatever the others do.
         """
@@ -97,34 +80,35 @@ class TargetServer:
             threading.Thread(target=self._attend, args=(trainer, device), daemon=True).start()
         for _ in self._trainers:
             error = self._ended.get()
-            if isinstance(error, RuntimeError):
-                raise CacheError(f"a trainer is gone, see what it wrote ({error})") from None
             if error is not None:
                 raise error
         if self._failure is not None:
             raise self._failure
 
     def _attend(self, trainer: int, device: torch.device) -> None:
+        gone: CacheError | None = None
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             self._serve(trainer)
-        finally:  # also for an error: whoever waits in `run` must learn of it
-            self._ended.put(sys.exc_info()[1])
+        except CacheError as error:
+            gone = error
+        finally:  # whatever the error, `run` must learn of it
+            self._ended.put(gone or sys.exc_info()[1])
 
     def _serve(self, trainer: int) -> None:
-        dist.send(_text("".join(self._digests)), trainer)
-        while indices := _request(trainer):
-            samples = self._samples(indices)
+        _send(_bytes("".join(self._digests)), trainer)
+        while count := int(_receive(torch.zeros(1, dtype=torch.int64), trainer)):
+            samples = self._samples(_receive(torch.zeros(count, dtype=torch.int64), trainer).tolist())
             if self._failure is not None:
-                problem = _text(str(self._failure))
-                dist.send(torch.tensor([len(problem), 0]), trainer)
-                dist.send(problem, trainer)
+                problem = _bytes(str(self._failure))
+                _send(torch.tensor([len(problem), 0]), trainer)
+                _send(problem, trainer)
                 continue
-            dist.send(torch.tensor([0, int(self.stop_requested)]), trainer)
+            _send(torch.tensor([0, int(self.stop_requested)]), trainer)
             states = [torch.cat([s.features, s.last_hidden[:, None]], dim=1) for s in samples]
-            dist.send(torch.cat(states), trainer)
-            dist.send(torch.cat([s.log_normalizer for s in samples if s.log_normalizer is not None]), trainer)
+            _send(torch.cat(states), trainer)
+            _send(torch.cat([s.log_normalizer for s in samples if s.log_normalizer is not None]), trainer)
 
     def _samples(self, indices: list[int]) -> Sequence[Sample]:
         with self._lock:
@@ -136,15 +120,28 @@ class TargetServer:
         return []
 
 
-def _request(trainer: int) -> list[int]:
-    """Wait for a trainer's next request: row numbers, or none when it is done."""
-    count = torch.zeros(1, dtype=torch.int64)
-    dist.recv(count, trainer)
-    indices = torch.zeros(int(count), dtype=torch.int64)
-    if len(indices):
-        dist.recv(indices, trainer)
-    return indices.tolist()
+def _send(tensor: Tensor, rank: int) -> None:
+    try:
+        dist.send(tensor, rank)
+    except RuntimeError as error:
+        raise _gone(rank, error) from None
 
 
-def _text(text: str) -> Tensor:
+def _receive(tensor: Tensor, rank: int) -> Tensor:
+    try:
+        dist.recv(tensor, rank)
+    except RuntimeError as error:
+        raise _gone(rank, error) from None
+    return tensor
+
+
+def _gone(rank: int, error: RuntimeError) -> CacheError:
+    reason = str(error).split(". ")[0]
+    return CacheError(
+        f"the process of rank {rank} is gone: see what it wrote; started again, the run goes on from its last state "
+        f"({reason})"
+    )
+
+
+def _bytes(text: str) -> Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8)

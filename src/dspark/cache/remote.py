@@ -37,8 +37,8 @@ class RemoteSamples:
         try:
             if self._ahead is not None:
                 self._receive(self._ahead)
-            self._link.close()
-        except (CacheError, RuntimeError):
+            self._link.ask(())
+        except CacheError:
             if error is None:
                 raise
 
