@@ -207,8 +207,10 @@ def test_help_shows_an_example(name: str, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_help_needs_no_torch() -> None:
-    code = "import sys\nfrom dspark.cli import main\nsys.argv = ['dspark', 'train', '--help']\n"
-    code += "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules\n"
+    """As `python -m dspark`, which torchrun takes too."""
+    code = "import runpy, sys\nsys.argv = ['dspark', 'train', '--help']\n"
+    code += "try:\n    runpy.run_module('dspark', run_name='__main__')\n"
+    code += "finally:\n    assert 'torch' not in sys.modules\n"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "Example: dspark train" in result.stdout
