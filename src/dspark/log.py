@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from typing import Never
+from typing import Never, TextIO
 
 from tqdm import tqdm
 
@@ -14,9 +14,17 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what sys.stderr is at the moment: a live line takes its place, so that log lines stand above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 def configure_logging(level: int = logging.INFO) -> None:
     """Send dspark's log lines of at least `level` to stderr. Called once, by the command line."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("dspark")
     logger.handlers = [handler]

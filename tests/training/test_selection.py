@@ -39,6 +39,23 @@ def test_best_and_last_are_kept(target: Decoder, rows: Samples, tmp_path: Path, 
     assert not all(torch.equal(value, last[name]) for name, value in best.items())
 
 
+def test_a_step_that_measures_and_saves_writes_one_checkpoint(
+    target: Decoder, rows: Samples, tmp_path: Path, alone: Ranks
+) -> None:
+    trainer = judged(target, rows, tmp_path, alone, Judge(1.5, 1.9, 1.7, 1.8), save_every=4)
+    export, steps = trainer.export, []
+
+    def counted(drafter: Drafter, path: Path) -> None:
+        steps.append(trainer.step)
+        export(drafter, path)
+
+    trainer.export = counted
+    trainer.run()
+    assert steps == [2, 4, 6, 8]
+    last = torch.load(tmp_path / "last" / "drafter.pt")
+    assert all(torch.equal(p, last[name]) for name, p in trainer.drafter.named_parameters())
+
+
 def test_a_run_that_gets_no_better_ends(target: Decoder, rows: Samples, tmp_path: Path, alone: Ranks) -> None:
     trainer = judged(target, rows, tmp_path, alone, Judge(1.5, 1.4, 1.3, 9.9), patience=2)
     trainer.run()

@@ -1,4 +1,4 @@
-"""Metric sums and where they go: JSON lines and TensorBoard."""
+"""Metric sums and where they go: the terminal, JSON lines and TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dspark.errors import ConfigError
 from dspark.files import atomic_path
 from dspark.training.batch import TrainBatch
 from dspark.training.config import TrainSettings
+from dspark.training.live import RunLine
 from dspark.training.parallel import Ranks
 
 
@@ -70,20 +71,21 @@ class MetricSums:
 
 
 class MetricLog:
-    """Appends averaged metrics to `metrics.jsonl` and TensorBoard under `settings.out`, and to Weights & Biases.
+    """Shows averaged metrics on stderr; appends them to `metrics.jsonl` and TensorBoard under `settings.out`, and to
+    Weights & Biases. The run has `total` steps and stands at `step`.
 
     Raises ConfigError when `wandb_project` is set and wandb is not installed.
     """
 
-    def __init__(self, settings: TrainSettings, step: int) -> None:
+    def __init__(self, settings: TrainSettings, step: int, total: int) -> None:
         output = settings.out
         output.mkdir(parents=True, exist_ok=True)
         self.path = output / "metrics.jsonl"
         _drop_from(self.path, step)
         self.board = SummaryWriter(str(output / "tensorboard"), purge_step=step)
         self.tracker = None if settings.wandb_project is None else _wandb(settings)
+        self.line = RunLine(total, step)
         self.latest: dict[str, float] = {}
-        self.headline = ""
 
     def add(self, step: int, sums: MetricSums) -> None:
         """Write the averages over the steps up to `step` that `sums` holds."""
@@ -95,14 +97,16 @@ class MetricLog:
         if self.tracker is not None:
             self.tracker.log(results, step=step)
         self.latest = results
-        self.headline = f"loss {results['loss']:.3f}, tau {results.get('tau', math.nan):.2f}"
+        self.line.report(results)
 
     def __enter__(self) -> Self:
+        self.line.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.line.__exit__(kind, error, trace)
         self.board.close()
         if self.tracker is not None:
             self.tracker.finish()

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from dspark.drafters.base import Drafter
 from dspark.errors import CheckpointError
-from dspark.log import get_logger, progress
+from dspark.log import get_logger
 from dspark.models.ends import TargetEnds
 from dspark.training.batch import SampleSource, TrainBatch, collate, slot_weights
 from dspark.training.checkpoint import StateWriter, latest_state, load_tensors
@@ -74,15 +74,16 @@ class Trainer:
         self.weighting = Weighting(settings.loss, settings.slot_decay, _draft_index(drafter))
         self.states = StateWriter(settings.out / "states", ranks)
         self.step = 0
+        self.exported: int | None = None  # the step that `last` holds
         self.stop_requested = False
 
     def run(self) -> TrainReport:
         """Train to the last step, saving on the way, at the end, and when interrupted."""
         self.resume()
         began = time.perf_counter()
-        log = MetricLog(self.settings, self.step) if self.ranks.is_main else None
+        log = MetricLog(self.settings, self.step, self.total_steps) if self.ranks.is_main else None
         pending = MetricSums()
-        with progress(self.total_steps, "train", "step", initial=self.step) as bar, log or nullcontext():
+        with log or nullcontext():
             try:
                 while self.step < self.total_steps and not self.ended():
                     started = time.perf_counter()
@@ -92,13 +93,13 @@ class Trainer:
                     sums.add_time(time.perf_counter() - started, waited)
                     self.select(sums)
                     pending.merge(sums)
+                    if log is not None:
+                        log.line.advance()
                     if self.step % self.settings.log_every == 0:
                         pending.reduce(self.ranks)
                         if log is not None:
                             log.add(self.step, pending)
-                            bar.set_postfix_str(log.headline, refresh=False)
                         pending = MetricSums()
-                    bar.update(1)
                     self.states.poll()
                     if self.step % self.settings.save_every == 0 and self.step < self.total_steps:
                         self.save()
@@ -194,11 +195,14 @@ class Trainer:
         self.states.finish()
 
     def export_last(self) -> None:
-        """Write the present drafter as a servable checkpoint."""
+        """Write the present drafter as a servable checkpoint, once a step."""
+        if self.exported == self.step:
+            return
         with self.ranks.whole(self.module):
             if self.ranks.is_main:
                 self.export(self.drafter, self.settings.out / "last")
         self.ranks.wait()
+        self.exported = self.step
 
     def resume(self) -> None:
         """Continue from the newest state, if there is one. Raises CheckpointError when its settings differ."""
