@@ -6,27 +6,21 @@ layers, H hidden, h/hk query and key heads, D head size. Source: DFlash (arXiv 2
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from dspark.drafters.block_attention import AttentionKind, KeysValues, Mask, Visibility, attend, make_mask
 from dspark.drafters.config import DrafterConfig
 from dspark.models import rope
 from dspark.models.attention import AttentionBatch, paged_attention
 from dspark.models.kv_cache import PagedKVCache
 from dspark.models.mlp import activation
 from dspark.models.rope import RotaryEmbedding, Rotation
-
-
-class KeysValues(NamedTuple):
-    """Rotated keys and values of some rows, each [..., hk, D]."""
-
-    keys: Tensor
-    values: Tensor
 
 
 class DraftAttention(nn.Module):
@@ -75,38 +69,20 @@ class DraftAttention(nn.Module):
         attended = paged_attention(q, self.layer, cache, batch, self.window, self.scale)
         return self.o_proj(attended.flatten(-2))  # type: ignore[no-any-return]
 
-    def blocks(self, x: Tensor, context: Tensor, geometry: BlockGeometry) -> Tensor:
-        """Training: x [B, A, Q, H] and context [B, S, H] -> [B, A, Q, H], every block on its own."""
-        own = self.keys_values(x, geometry.block_rotation)
-        seen = self.keys_values(context, geometry.context_rotation)
-        q = self.queries(x, geometry.block_rotation)
-        return self.attend(q, seen, own, geometry.context_bias(self.window), geometry.block_bias)
+    def attend(self, q: Tensor, context: KeysValues, own: KeysValues, mask: Mask) -> Tensor:
+        """Training: queries [B, A, Q, h, D], context rows [B, S, ..], each anchor's own rows [B, A, R, ..].
 
-    def attend(
-        self, q: Tensor, context: KeysValues, own: KeysValues, context_bias: Tensor, own_bias: Tensor | None = None
-    ) -> Tensor:
-        """Training: queries [B, A, Q, h, D], context rows [B, S, ..] and each anchor's own rows [B, A, R, ..].
-
-        One softmax runs over the context scores [.., S] and the own scores [.., R] together; rows of other anchors
-        never enter, so overlapping anchors cannot leak. Biases of 0 and -inf broadcast to the scores
-        [B, hk, h / hk, A, Q, S or R]. Returns [B, A, Q, H].
+        Returns [B, A, Q, H].
         """
-        groups = self.num_heads // self.num_kv_heads
-        q = q.view(*q.shape[:-2], self.num_kv_heads, groups, self.head_dim)
-        q = q.permute(0, 3, 4, 1, 2, 5) * self.scale  # [B, hk, g, A, Q, D]
-        k, v = (t.permute(0, 3, 1, 2, 4) for t in own)  # [B, hk, A, R, D]
-        ck, cv = (t.transpose(1, 2) for t in context)  # [B, hk, S, D]
-        scores_context = (q.flatten(2, 4) @ ck.transpose(-1, -2)).view(q.shape[:-1] + (-1,))  # [B, hk, g, A, Q, S]
-        scores_own = q @ k[:, :, None].transpose(-1, -2)  # [B, hk, g, A, Q, R]
-        scores_context = scores_context + context_bias
-        if own_bias is not None:
-            scores_own = scores_own + own_bias
-        length = ck.shape[2]
-        scores = torch.cat([scores_context, scores_own], dim=-1)
-        p = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype)
-        from_context = (p[..., :length].flatten(2, 4) @ cv).view(q.shape[:-1] + (-1,))
-        out = from_context + p[..., length:] @ v[:, :, None]
-        return self.o_proj(out.permute(0, 3, 4, 1, 2, 5).flatten(3))  # type: ignore[no-any-return]
+        return self.o_proj(attend(q, context, own, mask, self.scale))  # type: ignore[no-any-return]
+
+
+class BlockView(NamedTuple):
+    """What a draft layer needs of a `BlockGeometry`: rotations of the block's and the context's rows, and the mask."""
+
+    block_rotation: Rotation
+    context_rotation: Rotation
+    mask: Mask
 
 
 class BlockGeometry:
@@ -121,29 +97,23 @@ class BlockGeometry:
         self, config: DrafterConfig, rotary: RotaryEmbedding, anchors: Tensor, segment_ids: Tensor, dtype: torch.dtype
     ) -> None:
         rows = torch.arange(config.query_rows, device=anchors.device)
-        self.places = torch.arange(segment_ids.shape[1], device=anchors.device)
         starts = segment_starts(segment_ids)  # [B, S]
-        self.anchors, self.first = anchors, starts.gather(1, anchors)  # [B, A]: its conversation is [first, anchor)
-        self.context_positions = self.places - starts  # [B, S]
-        self.positions = (anchors - self.first)[..., None] + rows
-        self.positions = self.positions.clamp(max=config.max_position_embeddings - 1)  # [B, A, Q]
-        self.block_rotation = rotary(self.positions, dtype)
-        self.context_rotation = rotary(self.context_positions, dtype)
-        self.block_bias = None
-        if config.block_attention == "causal":
-            future = rows[None] > rows[:, None]
-            self.block_bias = torch.zeros(future.shape, device=anchors.device).masked_fill(future, -math.inf)
-        self._bias: dict[int | None, Tensor] = {}
+        first = starts.gather(1, anchors)  # [B, A]
+        context_positions = torch.arange(segment_ids.shape[1], device=anchors.device) - starts
+        positions = (anchors - first)[..., None] + rows
+        positions = positions.clamp(max=config.max_position_embeddings - 1)  # [B, A, Q]
+        self.block_rotation = rotary(positions, dtype)
+        self.context_rotation = rotary(context_positions, dtype)
+        causal = config.block_attention == "causal"
+        self.visible = Visibility(first, anchors, positions, context_positions, causal=causal)
+        self._views: dict[int | None, BlockView] = {}
 
-    def context_bias(self, window: int | None) -> Tensor:
-        """0 where a block row sees a context position and -inf elsewhere: [B, 1, 1, A, Q or 1, S]."""
-        if window not in self._bias:
-            own = (self.places >= self.first[..., None]) & (self.places < self.anchors[..., None])
-            visible = own[:, :, None]  # [B, A, 1, S]
-            if window is not None:
-                visible = visible & (self.context_positions[:, None, None] > self.positions[..., None] - window)
-            self._bias[window] = visibility_bias(visible)
-        return self._bias[window]
+    def view(self, window: int | None, kind: AttentionKind) -> BlockView:
+        """What a layer with that attention window needs; made once."""
+        if window not in self._views:
+            mask = make_mask(kind, self.visible._replace(window=window), self.visible.positions.shape[2])
+            self._views[window] = BlockView(self.block_rotation, self.context_rotation, mask)
+        return self._views[window]
 
 
 def segment_starts(segment_ids: Tensor) -> Tensor:
@@ -153,14 +123,8 @@ def segment_starts(segment_ids: Tensor) -> Tensor:
     return torch.where(begins, places, 0).cummax(dim=1).values
 
 
-def visibility_bias(visible: Tensor) -> Tensor:
-    """What is added to the context scores: bool [B, A, Q or 1, S] -> 0 and -inf, [B, 1, 1, A, Q or 1, S]."""
-    bias = torch.zeros(visible.shape, device=visible.device).masked_fill(~visible, -math.inf)
-    return bias[:, None, None]
-
-
 class DraftLayer(nn.Module):
-    """Pre-norm attention and gated MLP over the block's rows; names as in `models.decoder.DecoderLayer`."""
+    """Pre-norm attention and gated MLP; names as in `models.decoder.DecoderLayer`. `forward` is what training runs."""
 
     def __init__(self, config: DrafterConfig, layer: int) -> None:
         super().__init__()
@@ -197,6 +161,25 @@ class DraftLayer(nn.Module):
         return x + self.feed_forward(self.post_attention_layernorm(x))
 
 
+class BlockLayer(DraftLayer):
+    """A layer of a block drafter."""
+
+    def forward(self, x: Tensor, context: Tensor, view: BlockView) -> Tensor:
+        """Training: x [B, A, Q, H] and context [B, S, H] -> [B, A, Q, H], every block on its own."""
+        attention, normed = self.self_attn, self.input_layernorm(x)
+        own = attention.keys_values(normed, view.block_rotation)
+        seen = attention.keys_values(context, view.context_rotation)
+        q = attention.queries(normed, view.block_rotation)
+        return self.after_attention(x, attention.attend(q, seen, own, view.mask))
+
+
+class Execution(NamedTuple):
+    """How training runs the draft layers. Results differ in rounding only."""
+
+    attention: AttentionKind = "matmul"
+    checkpointing: bool = False  # keep a layer's inputs alone and run it again in backward
+
+
 class FeatureFusion(nn.Module):
     """What all drafters share: `fc` over the tapped target states, draft layers, and the norm before the LM head."""
 
@@ -205,6 +188,7 @@ class FeatureFusion(nn.Module):
     def __init__(self, config: DrafterConfig, layers: Iterable[DraftLayer]) -> None:
         super().__init__()
         self.config = config
+        self.execution = Execution()
         hidden = config.hidden_size
         width = len(config.target_layer_ids) * hidden
         self.fc = nn.Linear(width, hidden, bias=False)
@@ -219,6 +203,12 @@ class FeatureFusion(nn.Module):
         flat = features.flatten(-2).to(self.norm.weight.dtype) * self.feature_scale.to(self.norm.weight.dtype)
         return self.fc(flat)  # type: ignore[no-any-return]
 
+    def run_layer(self, layer: nn.Module, *inputs: Any) -> Any:
+        """Training: what `layer` gives for `inputs`, as `execution` says."""
+        if self.execution.checkpointing:
+            return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)  # there is no dropout
+        return layer(*inputs)
+
     def fold_scale(self) -> None:
         """Put the feature scale into `fc`: the same function, without the scale."""
         with torch.no_grad():
@@ -230,7 +220,7 @@ class Backbone(FeatureFusion):
     """`fc` + `hidden_norm` turn tapped target states into context features; the layers read them at every depth."""
 
     def __init__(self, config: DrafterConfig) -> None:
-        super().__init__(config, (DraftLayer(config, i) for i in range(config.num_hidden_layers)))
+        super().__init__(config, (BlockLayer(config, i) for i in range(config.num_hidden_layers)))
         self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def project_context(self, features: Tensor) -> Tensor:
@@ -265,6 +255,5 @@ class Backbone(FeatureFusion):
         geometry = BlockGeometry(self.config, self.rotary, anchors, segment_ids, embedded.dtype)
         x = embedded
         for layer in self.layers:
-            attended = layer.self_attn.blocks(layer.input_layernorm(x), context, geometry)  # type: ignore[union-attr, operator]
-            x = layer.after_attention(x, attended)  # type: ignore[operator]
+            x = self.run_layer(layer, x, context, geometry.view(layer.self_attn.window, self.execution.attention))  # type: ignore[union-attr, arg-type]
         return self.norm(x)  # type: ignore[no-any-return]

@@ -13,12 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dspark.drafters.backbone import DraftLayer, FeatureFusion, KeysValues, segment_starts, visibility_bias
+from dspark.drafters.backbone import DraftLayer, FeatureFusion, segment_starts
 from dspark.drafters.base import Drafter
+from dspark.drafters.block_attention import KeysValues, Mask, Visibility, make_mask
 from dspark.drafters.config import DrafterConfig
 from dspark.models.attention import AttentionBatch
 from dspark.models.ends import TargetEnds
 from dspark.models.kv_cache import PagedKVCache
+from dspark.models.rope import Rotation
 from dspark.spec.types import DraftBlock, SamplingRows
 
 
@@ -32,6 +34,25 @@ class Eagle3Layer(DraftLayer):
     def attention_input(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """[..., H] twice -> [..., 2H]."""
         return torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
+
+    def forward(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        rotation: Rotation,
+        context: KeysValues,
+        chain: KeysValues | None,
+        mask: Mask,
+    ) -> tuple[Tensor, KeysValues]:
+        """Training: one row of every chain, embedded and hidden [B, A, H], behind the context rows [B, S, ..] and the
+        chain's earlier rows [B, A, k, ..] -> the next hidden state [B, A, H], not normed, and the rows with this one.
+        """
+        attention, x = self.self_attn, self.attention_input(embedded, hidden)[:, :, None]  # [B, A, 1, 2H]
+        own = attention.keys_values(x, rotation)
+        if chain is not None:
+            own = KeysValues(*(torch.cat(rows, dim=2) for rows in zip(chain, own, strict=True)))
+        attended = attention.attend(attention.queries(x, rotation), context, own, mask)
+        return self.after_attention(hidden, attended[:, :, 0]), own
 
 
 class Eagle3Backbone(FeatureFusion):
@@ -72,21 +93,15 @@ class Eagle3Backbone(FeatureFusion):
         places, starts = torch.arange(features.shape[1], device=anchors.device), segment_starts(segment_ids)
         inputs = self.layer.attention_input(following, fused)
         context = attention.keys_values(inputs, self.rotary(places - starts, fused.dtype))
-        roots, first = (
-            (anchors - 1)[..., None],
-            starts.gather(1, anchors)[..., None],
-        )  # [B, A, 1]: context [first, root)
-        bias = visibility_bias(((places >= first) & (places < roots))[:, :, None])  # [B, 1, 1, A, 1, S]
-        hidden = fused.gather(1, roots.expand(-1, -1, fused.shape[-1]))  # [B, A, H]
-        chain: list[KeysValues] = []
+        roots, first = anchors - 1, starts.gather(1, anchors)  # [B, A]: the context is [first, root)
+        hidden = fused.gather(1, roots[..., None].expand(-1, -1, fused.shape[-1]))  # [B, A, H]
+        chain: KeysValues | None = None
         outputs = []
         for k in range(fed.shape[2]):
-            x = self.layer.attention_input(fed[:, :, k], hidden)[:, :, None]  # [B, A, 1, 2H]
-            rotation = self.rotary(roots - first + k, x.dtype)
-            chain.append(attention.keys_values(x, rotation))
-            own = KeysValues(*(torch.cat(rows, dim=2) for rows in zip(*chain, strict=True)))  # [B, A, k + 1, hk, D]
-            attended = attention.attend(attention.queries(x, rotation), context, own, bias)
-            hidden = self.layer.after_attention(hidden, attended[:, :, 0])
+            positions = (roots - first + k)[..., None]  # [B, A, 1]
+            mask = make_mask(self.execution.attention, Visibility(first, roots, positions, places - starts), k + 1)
+            rotation = self.rotary(positions, fed.dtype)
+            hidden, chain = self.run_layer(self.layer, fed[:, :, k], hidden, rotation, context, chain, mask)
             outputs.append(self.norm(hidden))
         return torch.stack(outputs, dim=2)
 

@@ -158,6 +158,14 @@ class TrainSettings(Settings):
     max_grad_norm: float = 1.0
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Autocast type of forward and backward; master weights are always float32."""
+    attention: Literal["auto", "flex", "matmul"] = "auto"
+    """How draft layers attend: `flex`, one fused kernel that keeps no scores, for CUDA; `matmul`, plain products, for
+    any device. auto: flex where the GPU has it."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of each draft layer, and run it again in backward: less memory, more time."""
+    compile: Literal["inductor", "eager"] | None = None
+    """Run the draft layers through torch.compile with this backend; None: as they are. Meant for CUDA; eager
+    traces without making code, to find faults."""
     seed: int = 0
     save_every: int = Field(200, gt=0)
     """Optimizer steps between checkpoints."""
@@ -213,4 +221,5 @@ class TrainSettings(Settings):
         places |= {"target_ranks": 0, "capture": "auto"}
         pace: dict[str, Any] = {"save_every": 1, "log_every": 1, "num_threads": None, "device": "auto"}
         memory: dict[str, Any] = {"max_cache_bytes": None, "batch_tokens": 1, "tokens_per_row": None}
-        return self.replace(**places, **pace, **memory, wandb_project=None).digest()
+        execution: dict[str, Any] = {"attention": "auto", "activation_checkpointing": False, "compile": None}
+        return self.replace(**places, **pace, **memory, **execution, wandb_project=None).digest()

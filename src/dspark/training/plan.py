@@ -84,7 +84,9 @@ def plan(
     rows = settings.batch_size * settings.num_anchors * shape.query_rows
     width = (len(shape.target_layer_ids) + 1) * config.hidden_size
     batch = settings.batch_size * length * width * HALF
-    batch += rows * FLOAT * shape.num_hidden_layers * (6 * config.hidden_size + 4 * shape.intermediate_size)
+    kept, layer = config.hidden_size, 6 * config.hidden_size + 4 * shape.intermediate_size
+    layers = shape.num_hidden_layers
+    batch += rows * FLOAT * (layers * kept + layer if settings.activation_checkpointing else layers * layer)
     batch += 8 * CHUNK * FLOAT * shape.num_draft_logits
     per_step = settings.batch_size * settings.accumulation
     steps = settings.max_steps

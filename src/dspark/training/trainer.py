@@ -22,6 +22,7 @@ from dspark.models.ends import TargetEnds
 from dspark.training.batch import SampleSource, TrainBatch, collate, slot_weights
 from dspark.training.checkpoint import StateWriter, latest_state, load_tensors
 from dspark.training.config import TrainSettings
+from dspark.training.execution import execute_as
 from dspark.training.metrics import MetricLog, MetricSums
 from dspark.training.objective import TrainStep, Weighting
 from dspark.training.optim import build_optimizer, learning_rate
@@ -68,6 +69,7 @@ class Trainer:
         self.sampler = EpochSampler(samples.lengths, settings.batch_size, settings.seed)
         self.steps_per_epoch = max(1, self.sampler.batches_per_epoch // settings.accumulation)
         self.total_steps = settings.max_steps or settings.epochs * self.steps_per_epoch
+        execute_as(settings, drafter, ranks.device)
         self.module = TrainStep(drafter)
         ranks.shard(self.module)
         self.optimizer = build_optimizer(self.module, settings)
