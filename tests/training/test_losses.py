@@ -75,6 +75,29 @@ def test_values_and_gradients(monkeypatch: pytest.MonkeyPatch, name: str, cap: f
         torch.testing.assert_close(fused[k].grad.double(), leaf.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("name", "cap"), [("release", None), ("all", 2.5)])
+def test_products_in_bfloat16(monkeypatch: pytest.MonkeyPatch, name: str, cap: float | None) -> None:
+    """Under autocast: near the exact values and gradients, which stay float32."""
+    monkeypatch.setattr(losses, "CHUNK", 8)
+    x, targets = problem(True, cap)
+    x |= {k: x[k] / 4 for k in ("hidden", "feature")}
+    leaves = {k: x[k].clone().requires_grad_() for k in ("hidden", "feature", "w2", "head")}
+    head = HeadWeights(leaves["head"], leaves["w2"], x["head"], cap, cap)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = draft_losses(leaves["hidden"], leaves["feature"], head, targets, MIXES[name])
+    out.total.backward()
+    plain = {k: x[k].double().requires_grad_() for k in leaves}
+    total, _ = reference(x | plain, targets, MIXES[name], cap)
+    total.backward()
+    torch.testing.assert_close(out.total.double(), total, rtol=0.01, atol=0)
+    for k, leaf in plain.items():
+        assert leaf.grad is not None
+        assert leaves[k].grad is not None
+        assert leaves[k].grad.dtype == torch.float32
+        # A rounded q - p of the other sign turns the gradient of L1 for that token.
+        assert (leaves[k].grad - leaf.grad).norm() < 0.1 * leaf.grad.norm(), k
+
+
 def test_without_a_sequential_head() -> None:
     x, targets = problem(False)
     hidden = x["hidden"].clone().requires_grad_()

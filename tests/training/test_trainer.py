@@ -41,6 +41,23 @@ def test_it_learns(make_trainer: MakeTrainer, kind: str) -> None:
     assert np.mean(seen[-5:]) < 0.9 * np.mean(seen[:5])
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"draft_vocab_size": 30},
+        {"algorithm": "eagle3", "ttt_length": 3, "markov_rank": 0, "mask_token_id": None, "own_lm_head": True},
+    ],
+    ids=["block", "chain"],
+)
+def test_bfloat16_is_near_float32(make_trainer: MakeTrainer, shape: dict[str, object]) -> None:
+    """The default: products in bfloat16, master weights in float32."""
+    runs = {dtype: make_trainer(dtype, shape, max_steps=4, compute_dtype=dtype) for dtype in ("float32", "bfloat16")}
+    for trainer in runs.values():
+        trainer.run()
+    assert losses(runs["bfloat16"]) == pytest.approx(losses(runs["float32"]), rel=0.01)
+    assert {p.dtype for p in runs["bfloat16"].drafter.parameters()} == {torch.float32}
+
+
 def test_resume_is_bit_for_bit(make_trainer: MakeTrainer) -> None:
     """Cut off between two checkpoints: the steps after the last one are run again, with the very same losses."""
     whole = make_trainer("whole")

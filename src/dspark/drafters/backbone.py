@@ -23,6 +23,14 @@ from dspark.models.mlp import activation
 from dspark.models.rope import RotaryEmbedding, Rotation
 
 
+class RMSNorm(nn.RMSNorm):
+    """In its weight's dtype: float32 in training, whatever autocast has made of what comes in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size], in x's dtype."""
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+
+
 class DraftAttention(nn.Module):
     """Queries come from the drafted rows; keys and values from the context AND from those rows."""
 
@@ -41,8 +49,8 @@ class DraftAttention(nn.Module):
         self.k_proj = nn.Linear(width, self.num_kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(width, self.num_kv_heads * head_dim, bias=bias) if has_values else None
         self.o_proj = nn.Linear(self.num_heads * head_dim, hidden, bias=bias)
-        self.q_norm = nn.RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         no_weight = nn.RMSNorm(head_dim, config.rms_norm_eps, elementwise_affine=False)
         self.v_norm = no_weight if config.layer_style == "gemma4" else nn.Identity()
         self.scale = config.attention_scale
@@ -129,9 +137,9 @@ class DraftLayer(nn.Module):
     def __init__(self, config: DrafterConfig, layer: int) -> None:
         super().__init__()
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(hidden, eps)
+        self.input_layernorm = RMSNorm(hidden, eps)
         self.self_attn = DraftAttention(config, layer)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
         self.mlp = nn.ModuleDict(
             {
                 "gate_proj": nn.Linear(hidden, inner, bias=False),
@@ -142,8 +150,8 @@ class DraftLayer(nn.Module):
         self.act = config.hidden_act
         self.sandwich = config.layer_style == "gemma4"
         if self.sandwich:
-            self.pre_feedforward_layernorm = nn.RMSNorm(hidden, eps)
-            self.post_feedforward_layernorm = nn.RMSNorm(hidden, eps)
+            self.pre_feedforward_layernorm = RMSNorm(hidden, eps)
+            self.post_feedforward_layernorm = RMSNorm(hidden, eps)
             self.layer_scalar = nn.Parameter(torch.ones(1), requires_grad=False)
 
     def feed_forward(self, x: Tensor) -> Tensor:
@@ -193,7 +201,7 @@ class FeatureFusion(nn.Module):
         width = len(config.target_layer_ids) * hidden
         self.fc = nn.Linear(width, hidden, bias=False)
         self.layers = nn.ModuleList(layers)
-        self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim)
         # Training may divide features by their measured spread; writing a checkpoint folds this into fc.
         self.register_buffer("feature_scale", torch.ones(width), persistent=False)
@@ -221,7 +229,7 @@ class Backbone(FeatureFusion):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config, (BlockLayer(config, i) for i in range(config.num_hidden_layers)))
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def project_context(self, features: Tensor) -> Tensor:
         """Tapped states [..., m, H] -> context features [..., H]."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dspark.drafters.backbone import DraftLayer, FeatureFusion, segment_starts
+from dspark.drafters.backbone import DraftLayer, FeatureFusion, RMSNorm, segment_starts
 from dspark.drafters.base import Drafter
 from dspark.drafters.block_attention import KeysValues, Mask, Visibility, make_mask
 from dspark.drafters.config import DrafterConfig
@@ -29,7 +29,7 @@ class Eagle3Layer(DraftLayer):
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config, 0)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def attention_input(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """[..., H] twice -> [..., 2H]."""

@@ -68,15 +68,14 @@ def micro_objective(drafter: Drafter, target: TargetEnds, batch: TrainBatch, wei
         label=label if draft_index is None else draft_index[label],
         weight=weight,
     )
-    dtype = hidden.dtype
     weights = HeadWeights(
-        drafter.lm_head_weight.to(dtype),
-        None if head is None else head.markov_w2.weight.to(dtype),
-        drafter.target_lm_head_weight.to(dtype) if drafter.config.own_lm_head else None,
+        drafter.lm_head_weight,
+        None if head is None else head.markov_w2.weight,
+        drafter.target_lm_head_weight if drafter.config.own_lm_head else None,
         drafter.config.final_logit_softcapping,
         target.config.final_logit_softcapping,
     )
-    slots = draft_losses(hidden[mask], None if feature is None else feature.to(dtype), weights, targets, mix)
+    slots = draft_losses(hidden[mask], feature, weights, targets, mix)
     loss, confidence = slots.total, None
     if drafter.confidence_head is not None:
         confidence = drafter.confidence_head(hidden[mask], embedded)

@@ -87,7 +87,7 @@ def plan(
     kept, layer = config.hidden_size, 6 * config.hidden_size + 4 * shape.intermediate_size
     layers = shape.num_hidden_layers
     batch += rows * FLOAT * (layers * kept + layer if settings.activation_checkpointing else layers * layer)
-    batch += 8 * CHUNK * FLOAT * shape.num_draft_logits
+    batch += 5 * CHUNK * FLOAT * shape.num_draft_logits
     per_step = settings.batch_size * settings.accumulation
     steps = settings.max_steps
     if steps is None and samples is not None:
