@@ -141,7 +141,9 @@ def _load_foreign(path: Path, name: str, dtype: DtypeName) -> Target:
         decoder = load_decoder(path)
     except CheckpointError:
         model = HuggingFaceCausalLM.load(name, wanted)
-        return _target(name, model, path, parameters_digest(model.named_parameters(), model.config.digest()), ends_digest(model))
+        return _target(
+            name, model, path, parameters_digest(model.named_parameters(), model.config.digest()), ends_digest(model)
+        )
     # Drafters and caches of a model that we decode name it in our way, whatever runs it.
     digests = weights_digest(decoder), ends_digest(decoder)
     return _target(name, HuggingFaceCausalLM.load(name, wanted, config=decoder.config), path, *digests)

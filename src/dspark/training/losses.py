@@ -139,9 +139,12 @@ class _Work(NamedTuple):
             None if w2 is None else w2.to(dtype),
             head.draft_cap,
             head.target_cap,
-            *buffers[:4],
-            None if dtype == torch.float32 else torch.empty(shape, dtype=dtype, device=hidden.device),
-            buffers[4] if len(buffers) == 5 else None,
+            logits=buffers[0],
+            q=buffers[1],
+            p=buffers[2],
+            target=buffers[3],
+            narrow=None if dtype == torch.float32 else torch.empty(shape, dtype=dtype, device=hidden.device),
+            tanh=buffers[4] if len(buffers) == 5 else None,
         )
 
     @property
