@@ -15,7 +15,7 @@ from dspark.config import Settings, read_toml
 from dspark.console.config import ChatOptions, DemoOptions, GenerateOptions, ShowOptions
 from dspark.data.config import PrepareSettings
 from dspark.errors import ConfigError, DsparkError
-from dspark.evaluation.config import CalibrateOptions
+from dspark.evaluation.config import CalibrateOptions, CompareOptions, EvalOptions
 from dspark.generation.config import RegenerateSettings, SynthesizeSettings
 from dspark.log import configure_logging
 from dspark.training.config import TrainSettings
@@ -134,6 +134,26 @@ def calibrate(options: Annotated[CalibrateOptions, tyro.conf.arg(name="")]) -> N
     show_calibration(run(options), options.json_output)
 
 
+def evaluate(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> None:
+    """Measure a drafter over task sets: accepted length, acceptance by position, speed-up; resumes. Torchrun shares it.
+
+    Example: dspark eval --drafter runs/first/last --tasks gsm8k mt-bench --prompts 40 --out results/first
+    """
+    from dspark.evaluation.evaluate import evaluate as run
+
+    run(options)
+
+
+def compare(options: Annotated[CompareOptions, tyro.conf.arg(name="")]) -> None:
+    """Put drafters or results of `dspark eval` side by side, paired by prompt, with the significance of differences.
+
+    Example: dspark compare results/first results/second --out results/compared
+    """
+    from dspark.evaluation.evaluate import compare as run
+
+    run(options)
+
+
 def show(options: Annotated[ShowOptions, tyro.conf.arg(name="")]) -> None:
     """Show which tokens of conversations are trained, as a target's chat template renders them; nothing is written.
 
@@ -164,6 +184,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "cache": cache,
     "train": train,
     "calibrate": calibrate,
+    "eval": evaluate,
+    "compare": compare,
 }
 DATA_COMMANDS: dict[str, Callable[..., Any]] = {"show": show, "prepare": prepare}
 

@@ -109,7 +109,7 @@ class _Screen:
         """Yield (the row to write, whether it is held out) of a set, up to its limit."""
         report = self.reports[part.name]
         with progress(part.limit, part.name, "prompt") as bar:
-            for row in _mapped(part, self._settings.skip_bad, report.dropped):
+            for row in read_set(part, self._settings.skip_bad, report.dropped):
                 key = "\n".join(map(normalise, row.turns))
                 dropped = self._judge(row, key)
                 if dropped is not None:
@@ -136,8 +136,11 @@ class _Screen:
         return None
 
 
-def _mapped(part: PromptSet, skip_bad: bool, dropped: Counter[Dropped]) -> Iterator[Prompt]:
-    """Yield what the rows of a set ask; malformed ones are counted, or raise `DataError`."""
+def read_set(part: PromptSet, skip_bad: bool, dropped: Counter[Dropped]) -> Iterator[Prompt]:
+    """Yield what the rows of a set ask; malformed ones raise `DataError`, or with `skip_bad` are counted in `dropped`.
+
+    Raises `ConfigError` when a library that it takes is not installed.
+    """
     bad: list[str] = []
     for number, (where, row) in enumerate(read_rows(part, skip_bad, bad), start=1):
         try:

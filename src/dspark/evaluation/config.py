@@ -1,15 +1,96 @@
-"""Settings of evaluation and calibration. Imports no torch."""
+"""Options of `dspark eval`, `dspark compare` and `dspark calibrate`. Imports no torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, Self
 
 import tyro
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dspark.config import Settings
-from dspark.engine.config import ModelOptions
+from dspark.engine.config import EngineSettings, ModelOptions
+from dspark.evaluation.homes import TASK_NAMES
+
+
+class MeasureOptions(Settings):
+    """What is asked of a pair of models, and how it answers."""
+
+    tasks: tuple[str, ...] = Field(TASK_NAMES, min_length=1)
+    """Built-in names, JSON-lines files of prompts or conversations, or CATEGORY=FILE for a file of that category."""
+    data: Path | None = None
+    """Directory of NAME.jsonl for the built-in tasks; by default they are fetched from their public homes once."""
+    prompts: int = Field(40, ge=1)
+    """Prompts of each task: its first ones."""
+    tokens: int = Field(128, ge=2)
+    """New tokens of each answer at most."""
+    temperatures: tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...] = Field((0.0, 1.0), min_length=1)
+    """Every prompt is answered once at each; 0 is greedy."""
+    thinking: Literal["default", "on", "off", "both"] = "default"
+    """The chat template's enable_thinking: left alone, set, or measured both ways."""
+    plain: bool = True
+    """Decode every prompt plainly as well, in turn with speculation, to measure the speed-up."""
+    batch: int = Field(8, ge=1)
+    """Requests decoded together."""
+    max_length: int = Field(4096, ge=2)
+    """Tokens of prompt and answer together; longer ones are left out and counted."""
+    seed: int = 0
+    """With a prompt's words it decides the random numbers of its answer, whatever the batch or the process."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the models run; "auto" takes CUDA where there is one."""
+
+    @model_validator(mode="after")
+    def _values_are_unique(self) -> Self:
+        if len(set(self.temperatures)) < len(self.temperatures):
+            raise ValueError("temperatures: one is named twice")
+        return self
+
+    def engine_settings(self) -> EngineSettings:
+        """The engine that measures."""
+        return EngineSettings(max_batch=self.batch, max_length=self.max_length, record_rounds=True)
+
+
+class ReportOptions(Settings):
+    """How a report is given."""
+
+    json_output: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print the report as one JSON object instead of tables."""
+
+
+class EvalOptions(Settings):
+    """Measure a drafter over task sets: accepted length, acceptance by position, speed-up; resumes. Under torchrun,
+    on many processes.
+
+    Example: dspark eval --drafter runs/first/last --tasks gsm8k mt-bench --prompts 40 --out results/first
+    """
+
+    out: Path
+    """Directory of rows.jsonl, report.json and report.html; a run that was cut off goes on there."""
+    measure: MeasureOptions = MeasureOptions()
+    model: ModelOptions = ModelOptions()
+    report: ReportOptions = ReportOptions()
+
+
+class CompareOptions(Settings):
+    """Put drafters side by side, paired by prompt, with the significance of their differences.
+
+    Example: dspark compare results/first results/second --out results/compared
+    """
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = Field(min_length=2)
+    """Results of `dspark eval`, or drafters, which are measured first with the options below. The others are compared
+    with the first."""
+    out: Path
+    """Directory of compare.json and compare.html, and of the results of drafters that had to be measured."""
+    measure: MeasureOptions = MeasureOptions()
+    model: ModelOptions = ModelOptions()
+    report: ReportOptions = ReportOptions()
+
+    @model_validator(mode="after")
+    def _drafters_are_arguments(self) -> Self:
+        if self.model.drafter != "auto":
+            raise ValueError("drafter: name drafters as arguments: dspark compare DRAFTER DRAFTER --out DIR")
+        return self
 
 
 class CalibrateOptions(Settings):

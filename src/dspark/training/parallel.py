@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -139,11 +140,12 @@ def peak_memory(device: torch.device) -> int:
 
 
 @contextmanager
-def join_ranks(device: str = "auto", num_targets: int = 0) -> Iterator[Ranks]:
+def join_ranks(device: str = "auto", num_targets: int = 0, timeout: timedelta | None = None) -> Iterator[Ranks]:
     """Join the other processes that torchrun started, or be a world of one; a group that is there already is used.
 
     `device`: "cpu", "cuda" or "auto" (cuda where there is one). The last `num_targets` processes run the target, the
-    others train. Raises ConfigError when the device is not there, or too few processes are.
+    others train. `timeout` is how long a process waits for another (None: PyTorch's own). Raises ConfigError when the
+    device is not there, or too few processes are.
     """
     kind = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and not torch.cuda.is_available():
@@ -156,7 +158,7 @@ def join_ranks(device: str = "auto", num_targets: int = 0) -> Iterator[Ranks]:
     if ours:
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, timeout=timeout)
         else:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
