@@ -76,11 +76,13 @@ Pairs = list[tuple[Row, Row]]
 
 
 def _groups(pairs: Pairs) -> dict[str, Pairs]:
-    """By task, by category, and all; a single task or category is not told twice."""
-    tasks, categories = (dict.fromkeys(getattr(a, key) for a, _ in pairs) for key in ("task", "category"))
+    """By task, by category, and all; what holds a single part is not told twice."""
+    tasks = {a.task: a.category for a, _ in pairs}
+    categories = dict.fromkeys(tasks.values())
     found = {name: [pair for pair in pairs if pair[0].task == name] for name in tasks}
-    if len(tasks) > 1:
-        found |= {name: [pair for pair in pairs if pair[0].category == name] for name in categories}
+    for name in categories:
+        if list(tasks.values()).count(name) > 1:
+            found[name] = [pair for pair in pairs if pair[0].category == name]
     return found | ({ALL: pairs} if len(categories) > 1 else {})
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from dspark.evaluation.plots import Plot, svg
-from dspark.evaluation.tables import Table
+from dspark.evaluation.tables import Cell, Table
 
 # The policy makes a browser refuse whatever the page might want from elsewhere.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -22,7 +22,7 @@ h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 p { color: var(--soft); margin: .3rem 0 .6rem; max-width: 60rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th, td { padding: .25rem .55rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { color: var(--soft); font-weight: 600; }
 th.label, td.label { text-align: left; }
 tbody tr:nth-child(even) { background: var(--band); }
@@ -31,9 +31,8 @@ svg { max-width: 100%; height: auto; }
 """.strip()
 
 
-def page(title: str, about: Table, tables: Sequence[Table], plots: Sequence[Plot]) -> str:
+def page(title: str, about: Table, first: Sequence[Table], plots: Sequence[Plot], further: Sequence[Table]) -> str:
     """The whole document: what was measured, the first tables, the plots, the other tables."""
-    first, others = tables[:1], tables[1:]
     parts = [
         "<!DOCTYPE html>",
         '<html lang="en">',
@@ -49,7 +48,7 @@ def page(title: str, about: Table, tables: Sequence[Table], plots: Sequence[Plot
         _table(about),
         *(_section(table.title, table.note, _table(table)) for table in first),
         *(_section(plot.title, plot.note, _image(plot, f"plot{i}")) for i, plot in enumerate(plots)),
-        *(_section(table.title, table.note, _table(table)) for table in others),
+        *(_section(table.title, table.note, _table(table)) for table in further),
         "</body>",
         "</html>",
     ]
@@ -68,14 +67,14 @@ def _image(plot: Plot, name: str) -> str:
 def _table(table: Table) -> str:
     """Cells with their intervals beneath them."""
 
-    def row(tag: str, cells: Sequence[tuple[str, str]]) -> str:
+    def row(tag: str, cells: Sequence[Cell]) -> str:
         found = ""
-        for i, (text, detail) in enumerate(cells):
+        for i, cell in enumerate(cells):
             kind = ' class="label"' if i < table.labels else ""
-            small = f"<small>{escape(detail)}</small>" if detail else ""
-            found += f"<{tag}{kind}>{escape(text)}{small}</{tag}>"
+            small = f"<small>{escape(cell.interval)}</small>" if cell.interval else ""
+            found += f"<{tag}{kind}>{escape(cell.text)}{small}</{tag}>"
         return f"<tr>{found}</tr>"
 
-    head = row("th", [(name, "") for name in table.columns])
+    head = row("th", [Cell(name) for name in table.columns])
     body = "\n".join(row("td", cells) for cells in table.rows)
     return f'<div class="wide"><table>\n<thead>{head}</thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from dspark.evaluation.compare import Comparison, Difference
-from dspark.evaluation.rows import Setting
 from dspark.evaluation.stats import Estimate, Figures
-from dspark.evaluation.summary import SettingFigures
+from dspark.evaluation.summary import CONTEXT, SettingFigures
 from dspark.evaluation.tables import Measured
 
+WIDTH = 9.0  # inches
 INK = "#010203"  # becomes currentColor
 GRID = {"color": "#808080", "alpha": 0.25, "linewidth": 0.6}
 COLORS = ("#3d85d8", "#e07b28", "#2a9d6f", "#c65fa8", "#a08a10", "#7d6be0", "#d8504d", "#4aa5b5")
+LINES = ("-", "--", ":", "-.")
 STYLE = {
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
@@ -45,11 +48,13 @@ class Plot(NamedTuple):
 
 
 class Series(NamedTuple):
-    """One run in one setting: a colour of its own in every plot."""
+    """One run in one setting, drawn alike in every plot. Runs differ by colour and their settings by line; the settings
+    of a single run by colour."""
 
     label: str
     figures: SettingFigures
     color: str
+    line: str
 
 
 def report_plots(measured: Sequence[Measured], comparisons: Sequence[Comparison]) -> list[Plot]:
@@ -57,7 +62,9 @@ def report_plots(measured: Sequence[Measured], comparisons: Sequence[Comparison]
     series = list(_series(measured))
     with mpl.rc_context(STYLE):
         plots = [*_ratios(comparisons), by_task(series), *by_position(series), spread_of_tau(series)]
-        return plots + [plot for plot in (by_context(series),) if plot is not None]
+        if max(len(one.figures.spread[CONTEXT]) for one in series) > 1:
+            plots.append(by_context(series))
+    return plots
 
 
 def svg(plot: Plot, name: str) -> str:
@@ -72,23 +79,25 @@ def svg(plot: Plot, name: str) -> str:
 
 
 def by_task(series: Sequence[Series]) -> Plot:
-    """Accepted length of every task and category."""
+    """Accepted length of every task and category, a panel for each setting."""
     names = list(dict.fromkeys(name for one in series for name in one.figures.groups))
-    figure = Figure(figsize=(max(6.0, 0.42 * len(names) * max(2, len(series)) + 1.5), 3.4), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / len(series)
-    for i, one in enumerate(series):
-        shown = [(j, part.tau) for j, name in enumerate(names) if (part := one.figures.groups.get(name)) is not None]
-        places = [j + (i - (len(series) - 1) / 2) * width for j, _ in shown]
-        values = [tau.value or 0.0 for _, tau in shown]
-        errors = np.array([_error(tau) for _, tau in shown]).reshape(-1, 2).T
-        axes.bar(places, values, 0.92 * width, color=one.color, label=one.label)
-        axes.errorbar(places, values, errors, fmt="none", ecolor=INK, elinewidth=0.8, capsize=2)
-    axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
-    axes.set_xticks(range(len(names)), names, rotation=25 if len(names) > 6 else 0)
-    _finish(axes, "", "τ, tokens a round", bottom=0.0)
-    _legend(figure, axes, len(series))
-    return Plot("Accepted length by task", figure, "Dotted: plain decoding. Bars: 95 % intervals.")
+    settings = list(dict.fromkeys(one.figures.setting for one in series))
+    figure = Figure(figsize=(WIDTH, 2.4 * len(settings) + 0.4), layout="constrained")
+    panels = figure.subplots(len(settings), sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, setting in zip(panels, settings, strict=True):
+        here = [one for one in series if one.figures.setting == setting]
+        for i, one in enumerate(here):
+            shown = {name: one.figures.groups[name].tau for name in names if name in one.figures.groups}
+            places = [names.index(name) + (i - (len(here) - 1) / 2) * 0.8 / len(here) for name in shown]
+            values = [tau.value or 0.0 for tau in shown.values()]
+            axes.bar(places, values, 0.74 / len(here), color=one.color)
+            axes.errorbar(places, values, _errors(shown.values()), fmt="none", ecolor=INK, elinewidth=0.8, capsize=2)
+        axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
+        axes.set_title(setting.label)
+        _finish(axes, "", "τ, tokens a round")
+    panels[-1].set_xticks(range(len(names)), names, rotation=20 if len(names) > 9 else 0)
+    _legend(figure, series)
+    return Plot("Accepted length by task", figure, "Dotted: plain decoding. Whiskers: 95 % intervals.")
 
 
 def by_position(series: Sequence[Series]) -> Iterator[Plot]:
@@ -99,79 +108,72 @@ def by_position(series: Sequence[Series]) -> Iterator[Plot]:
     )
     names = list(dict.fromkeys(name for one in series for name in one.figures.categories))
     for title, pick, label in kinds:
-        figure = Figure(figsize=(max(5.0, 3.0 * len(names)), 3.0), layout="constrained")
+        figure = Figure(figsize=(min(WIDTH, 1.0 + 4.0 * len(names)), 3.2), layout="constrained")
         panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
         for axes, name in zip(panels, names, strict=True):
-            for one in series:
-                part = one.figures.categories.get(name)
-                if part is not None:
-                    _line(axes, pick(part), one)
+            for i, one in enumerate(series):
+                if name in one.figures.categories:
+                    _line(axes, pick(one.figures.categories[name]), one, _shift(i, series))
             axes.set_title(name)
-            _finish(axes, "draft position", label if axes is panels[0] else "", bottom=0.0)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            _finish(axes, "draft position", label if axes is panels[0] else "")
             axes.set_ylim(0, 1.02)
-        _legend(figure, panels[0], len(series))
-        yield Plot(title, figure)
+        _legend(figure, series)
+        yield Plot(title, figure, "Whiskers: 95 % intervals.")
 
 
 def spread_of_tau(series: Sequence[Series]) -> Plot:
     """How τ is spread: tokens put out by single rounds, and the mean of each prompt."""
-    figure = Figure(figsize=(9.0, 3.2), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    width = 0.8 / len(series)
     for i, one in enumerate(series):
         counts = np.array(one.figures.everything.outputs[1:], dtype=float)
-        places = np.arange(1, len(counts) + 1) + (i - (len(series) - 1) / 2) * width
-        left.bar(places, counts / max(1.0, counts.sum()), 0.92 * width, color=one.color, label=one.label)
+        places = np.arange(1, len(counts) + 1) + (i - (len(series) - 1) / 2) * 0.8 / len(series)
+        face = one.color if one.line == LINES[0] else "none"
+        left.bar(places, counts / max(1.0, counts.sum()), 0.74 / len(series), facecolor=face, edgecolor=one.color)
+        if one.figures.everything.prompt_tau:
+            right.ecdf(one.figures.everything.prompt_tau, color=one.color, linestyle=one.line)
     left.set_title("tokens of a round")
-    left.xaxis.get_major_locator().set_params(integer=True)
-    _finish(left, "tokens, the bonus counted", "share of rounds", bottom=0.0)
-    taus = [one.figures.everything.prompt_tau for one in series]
-    edges = np.linspace(min(min(t, default=1.0) for t in taus), max(max(t, default=2.0) for t in taus) + 1e-6, 21)
-    for one, values in zip(series, taus, strict=True):
-        right.hist(values, edges, histtype="step", color=one.color, linewidth=1.4)
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _finish(left, "tokens, the bonus counted", "share of rounds")
     right.set_title("τ of a prompt")
-    _finish(right, "τ", "prompts", bottom=0.0)
-    _legend(figure, left, len(series))
+    _finish(right, "τ", "share of prompts at or below")
+    _legend(figure, series)
     return Plot("Distribution of τ", figure)
 
 
-def by_context(series: Sequence[Series]) -> Plot | None:
-    """τ by context length; None where all contexts are short."""
-    spreads = [one.figures.spread["context length"] for one in series]
+def by_context(series: Sequence[Series]) -> Plot:
+    """τ by context length."""
+    spreads = [one.figures.spread[CONTEXT] for one in series]
     names = max((list(spread) for spread in spreads), key=len)
-    if len(names) < 2:
-        return None
-    figure = Figure(figsize=(6.0, 3.0), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     axes = figure.subplots()
-    for one, spread in zip(series, spreads, strict=True):
-        _line(axes, [spread[name].tau if name in spread else Estimate(None) for name in names], one)
+    for i, (one, spread) in enumerate(zip(series, spreads, strict=True)):
+        values = [spread[name].tau if name in spread else Estimate(None) for name in names]
+        _line(axes, values, one, _shift(i, series))
     axes.set_xticks(range(1, len(names) + 1), names)
     _finish(axes, "tokens of context", "τ, tokens a round")
-    _legend(figure, axes, len(series))
-    return Plot("Accepted length by context length", figure)
+    _legend(figure, series)
+    return Plot("Accepted length by context length", figure, "Whiskers: 95 % intervals.")
 
 
 def _ratios(comparisons: Sequence[Comparison]) -> Iterator[Plot]:
     """The ratio of τ of each comparison, with its interval."""
+    note = "Ratio and 95 % interval, paired by prompt. Full dots: significant."
     for comparison in comparisons:
         shown = [d for d in comparison.differences if d.metric == "tau" and d.ratio.value is not None]
         if shown:
-            yield Plot(
-                f"τ of {comparison.second} over {comparison.first}",
-                _forest(shown),
-                "Ratio and 95 % interval, paired by prompt. Full dots: significant.",
-            )
+            yield Plot(f"τ of {comparison.second} over {comparison.first}", _forest(shown), note)
 
 
 def _forest(shown: Sequence[Difference]) -> Figure:
-    figure = Figure(figsize=(7.0, 0.8 + 0.24 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 0.8 + 0.24 * len(shown)), layout="constrained")
     axes = figure.subplots()
-    settings: list[Setting] = list(dict.fromkeys(d.setting for d in shown))
+    settings = list(dict.fromkeys(d.setting for d in shown))
     for i, d in enumerate(shown):
         color = COLORS[settings.index(d.setting) % len(COLORS)]
-        error = np.array(_error(d.ratio)).reshape(2, 1)
         face = color if d.is_significant else "none"
-        axes.errorbar(d.ratio.value, i, xerr=error, fmt="o", color=color, markerfacecolor=face, capsize=2)
+        axes.errorbar(d.ratio.value, i, xerr=_errors([d.ratio]), fmt="o", color=color, mfc=face, capsize=2)
     axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(shown)), [f"{d.group}, {d.setting.label}" for d in shown])
     axes.invert_yaxis()
@@ -182,38 +184,47 @@ def _forest(shown: Sequence[Difference]) -> Figure:
 
 
 def _series(measured: Sequence[Measured]) -> Iterator[Series]:
-    number = 0
-    for one in measured:
-        for setting in one.settings:
-            name = setting.setting.label if len(measured) == 1 else f"{one.run.name}, {setting.setting.label}"
-            yield Series(name, setting, COLORS[number % len(COLORS)])
-            number += 1
+    for i, one in enumerate(measured):
+        for j, part in enumerate(one.settings):
+            if len(measured) == 1:
+                yield Series(part.setting.label, part, COLORS[j % len(COLORS)], LINES[0])
+            else:
+                label = f"{one.run.name}, {part.setting.label}"
+                yield Series(label, part, COLORS[i % len(COLORS)], LINES[j % len(LINES)])
 
 
-def _line(axes: Axes, values: Sequence[Estimate], one: Series) -> None:
-    known = [(i, value) for i, value in enumerate(values, start=1) if value.value is not None]
-    places, points = [i for i, _ in known], [value.value or 0.0 for _, value in known]
-    errors = np.array([_error(value) for _, value in known]).reshape(-1, 2).T
-    axes.errorbar(places, points, errors, color=one.color, marker="o", markersize=3.5, capsize=2, label=one.label)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+def _line(axes: Axes, values: Sequence[Estimate], one: Series, shift: float) -> None:
+    known = {i: value for i, value in enumerate(values, start=1) if value.value is not None}
+    places, points = [i + shift for i in known], [value.value or 0.0 for value in known.values()]
+    drawn = axes.errorbar(places, points, _errors(known.values()), color=one.color, marker="o", markersize=3, capsize=2)
+    drawn[0].set_linestyle(one.line)
 
 
-def _error(estimate: Estimate) -> tuple[float, float]:
-    """Distances of the interval's ends from the value, never negative."""
-    if estimate.value is None or estimate.low is None or estimate.high is None:
-        return 0.0, 0.0
-    return max(0.0, estimate.value - estimate.low), max(0.0, estimate.high - estimate.value)
+def _shift(number: int, series: Sequence[Series]) -> float:
+    """Keeps the whiskers of several series apart."""
+    return 0.05 * (number - (len(series) - 1) / 2)
 
 
-def _finish(axes: Axes, xlabel: str, ylabel: str, bottom: float | None = None) -> None:
+def _errors(estimates: Iterable[Estimate]) -> np.ndarray:
+    """[2, n]: distances of the intervals' ends from the values, never negative."""
+    ends = [(e.value or 0.0, e.low, e.high) for e in estimates]
+    found = [
+        (value - low, high - value) if low is not None and high is not None else (0, 0) for value, low, high in ends
+    ]
+    return np.maximum(0.0, np.array(found, dtype=float).reshape(-1, 2).T)
+
+
+def _finish(axes: Axes, xlabel: str, ylabel: str) -> None:
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.grid(axis="y", **GRID)
     axes.set_axisbelow(True)
-    if bottom is not None:
-        axes.set_ylim(bottom=bottom)
 
 
-def _legend(figure: Figure, axes: Axes, num_series: int) -> None:
-    if num_series > 1:
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=min(4, num_series))
+def _legend(figure: Figure, series: Sequence[Series]) -> None:
+    """Colours and lines; nothing for a single series."""
+    if len(series) > 1:
+        handles = [Line2D([], [], color=one.color, linestyle=one.line, linewidth=2, label=one.label) for one in series]
+        longest = max(len(one.label) for one in series)
+        columns = max(1, min(len(series), int(figure.get_figwidth() * 12 / (longest + 8))))
+        figure.legend(handles=handles, loc="outside upper left", ncols=columns)

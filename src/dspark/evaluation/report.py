@@ -21,13 +21,13 @@ from dspark.evaluation.plots import report_plots
 from dspark.evaluation.results import Run
 from dspark.evaluation.stats import to_json
 from dspark.evaluation.summary import summarise
-from dspark.evaluation.tables import Cell, Measured, Table, about_table, report_tables
+from dspark.evaluation.tables import Cell, Measured, Table, about_table, first_tables, further_tables
 from dspark.files import atomic_path
 from dspark.log import get_logger
 
 _log = get_logger(__name__)
 
-INTERVALS = ("τ", "speed-up", "difference", "ratio")  # columns whose intervals the console shows too
+INTERVALS = ("τ", "speed-up", "difference", "ratio")  # columns whose intervals the console shows, as half their width
 
 
 def give(out: Path, stem: str, runs: Sequence[Run], comparisons: Sequence[Comparison], options: ReportOptions) -> None:
@@ -37,14 +37,19 @@ def give(out: Path, stem: str, runs: Sequence[Run], comparisons: Sequence[Compar
         if not one.settings:
             raise DataError(f"{one.run.name}: no prompt was answered ({next(iter(one.run.left_out.values()), 'none')})")
     told = as_dict(measured, comparisons)
-    tables = report_tables(measured, comparisons)
-    title = " against ".join(one.run.name for one in reversed(measured))
+    first, further, plots = (
+        first_tables(measured, comparisons),
+        further_tables(measured),
+        report_plots(measured, comparisons),
+    )
+    names = [run.name for run in runs]
+    title = f"{', '.join(names[1:])} against {names[0]}" if comparisons else ", ".join(names)
     write(out / f"{stem}.json", json.dumps(told, indent=1, ensure_ascii=False) + "\n")
-    write(out / f"{stem}.html", page(title, about_table(measured), tables, report_plots(measured, comparisons)))
+    write(out / f"{stem}.html", page(title, about_table(measured), first, plots, further))
     if options.json_output:
         sys.stdout.write(json.dumps(told, ensure_ascii=False) + "\n")
     else:
-        show(tables)
+        show([*first, *further])
     _log.info("%s, %s", out / f"{stem}.json", out / f"{stem}.html")
 
 
@@ -63,7 +68,7 @@ def as_dict(measured: Sequence[Measured], comparisons: Sequence[Comparison]) -> 
 
 
 def show(tables: Sequence[Table]) -> None:
-    """Print tables to stdout; most intervals do not fit a terminal and are left to the page."""
+    """Print tables to stdout; the page has their intervals in full."""
     console = Console(highlight=False)
     for table in tables:
         console.print(_rich(table))
@@ -72,7 +77,7 @@ def show(tables: Sequence[Table]) -> None:
 def _rich(table: Table) -> RichTable:
     printed = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(table.columns):
-        printed.add_column(name, justify="left" if i < table.labels else "right")
+        printed.add_column(name, justify="left" if i < table.labels else "right", no_wrap=True)
     for row in table.rows:
         printed.add_row(*(_text(cell, name in INTERVALS) for name, cell in zip(table.columns, row, strict=True)))
     return printed
@@ -80,7 +85,7 @@ def _rich(table: Table) -> RichTable:
 
 def _text(cell: Cell, with_interval: bool) -> Text:
     shown = Text(cell.text)
-    return shown.append(f" {cell.detail}", "dim") if cell.detail and with_interval else shown
+    return shown.append(f" {cell.half_width}", "dim") if with_interval else shown
 
 
 def write(path: Path, text: str) -> None:

@@ -21,7 +21,7 @@ class Setting(NamedTuple):
     @property
     def label(self) -> str:
         """For tables and plots."""
-        name = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
+        name = "greedy" if self.temperature == 0 else f"T={self.temperature:g}"
         return name if self.thinking is None else f"{name}, thinking {'on' if self.thinking else 'off'}"
 
 

@@ -12,6 +12,7 @@ from dspark.evaluation.stats import Estimate, Figures, figures
 
 FIRST_EDGE = 128  # tokens of context; each further bucket is twice as long
 ALL = "all"
+CONTEXT = "context length"
 
 
 class SettingFigures(NamedTuple):
@@ -25,8 +26,8 @@ class SettingFigures(NamedTuple):
 
     @property
     def groups(self) -> dict[str, Figures]:
-        """Tasks, then categories, then all of them; a single task or category is not told twice."""
-        categories = self.categories if len(self.tasks) > 1 else {}
+        """Tasks, then categories, then all of them; what holds a single part is not told twice."""
+        categories = {name: part for name, part in self.categories.items() if part not in self.tasks.values()}
         everything = {ALL: self.everything} if len(self.categories) > 1 else {}
         return self.tasks | categories | everything
 
@@ -45,7 +46,7 @@ def summarise(rows: Iterable[Row]) -> list[SettingFigures]:
     for setting in settings_of(drafted):
         part = [row for row in drafted if row.setting == setting]
         spread = {
-            "context length": by_context(part),
+            CONTEXT: by_context(part),
             "script of the prompt": group(part, lambda row: row.prompt_script),
             "script of the answer": group(part, lambda row: row.answer_script),
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from dspark.evaluation.compare import Comparison
+from dspark.evaluation.compare import METRICS, Comparison
 from dspark.evaluation.results import Run
 from dspark.evaluation.rows import Setting
 from dspark.evaluation.stats import Estimate, Figures
@@ -13,10 +13,11 @@ from dspark.evaluation.summary import SettingFigures
 
 
 class Cell(NamedTuple):
-    """A value, and its interval in smaller type where there is room."""
+    """A value, and its interval: in full where there is room, else half its width."""
 
     text: str
-    detail: str = ""
+    interval: str = ""
+    half_width: str = ""
 
 
 class Table(NamedTuple):
@@ -36,11 +37,18 @@ class Measured(NamedTuple):
     settings: list[SettingFigures]
 
 
-def report_tables(measured: Sequence[Measured], comparisons: Sequence[Comparison]) -> list[Table]:
-    """Every table of a report, the most asked for first; those without rows are left out."""
-    tables = [
+def first_tables(measured: Sequence[Measured], comparisons: Sequence[Comparison]) -> list[Table]:
+    """What is most asked for: comparisons, then accepted lengths and speeds."""
+    return [
         *(comparison_table(comparison) for comparison in comparisons),
-        main_table(measured),
+        length_table(measured),
+        speed_table(measured),
+    ]
+
+
+def further_tables(measured: Sequence[Measured]) -> list[Table]:
+    """The others; those without rows are left out."""
+    tables = [
         position_table(
             measured,
             "Conditional acceptance by position",
@@ -59,35 +67,32 @@ def report_tables(measured: Sequence[Measured], comparisons: Sequence[Comparison
     return [table for table in tables if table.rows]
 
 
-def main_table(measured: Sequence[Measured]) -> Table:
+def length_table(measured: Sequence[Measured]) -> Table:
     """One row a task, category and all, in each setting and run."""
-    columns = (
-        "setting", "prompts", "rounds", "τ", "accepted", "drafts/round", "verified",
-        "tok/s", "plain", "speed-up", "with prefill", "= plain",
-    )  # fmt: skip
+    columns = ("setting", "prompts", "rounds", "τ", "accepted", "drafts", "verified")
     rows = []
     for labels, part in _groups(measured):
-        rates = (part.acceptance_rate, part.drafts_per_round, part.verify_rate)
-        speeds = (part.tokens_per_second, part.plain_tokens_per_second)
-        rows.append(
-            (
-                *labels,
-                Cell(str(part.prompts)),
-                Cell(str(part.rounds)),
-                number(part.tau),
-                *(number(rate) for rate in rates),
-                *(number(speed, 1) for speed in speeds),
-                number(part.speedup),
-                number(part.speedup_with_prefill),
-                number(part.same_as_plain),
-            )
-        )
+        rates = (part.tau, part.acceptance_rate, part.drafts_per_round, part.verify_rate)
+        rows.append((*labels, Cell(str(part.prompts)), Cell(str(part.rounds)), *map(number, rates)))
     note = (
-        "τ: tokens a round, the bonus counted. accepted: share of the verified drafts. verified: share of the "
-        "proposed drafts. tok/s: of decode rounds; plain: without the drafter, on the same prompts. = plain: greedy "
-        "answers that are plain decoding's. Intervals: 95 %, bootstrap over prompts."
+        "τ: tokens a round, the bonus counted. accepted: share of the verified drafts. drafts: verified a round. "
+        "verified: share of the proposed drafts. Intervals: 95 %, bootstrap over prompts."
     )
-    return _with_labels(measured, "Accepted length and speed", columns, rows, note)
+    return _with_labels(measured, "Accepted length", columns, rows, note)
+
+
+def speed_table(measured: Sequence[Measured]) -> Table:
+    """Tokens a second and the ratio to plain decoding; the same rows."""
+    columns = ("setting", "tok/s", "plain", "speed-up", "with prefill", "= plain")
+    rows = []
+    for labels, part in _groups(measured):
+        speeds = [number(speed, 1) for speed in (part.tokens_per_second, part.plain_tokens_per_second)]
+        rows.append((*labels, *speeds, *map(number, (part.speedup, part.speedup_with_prefill, part.same_as_plain))))
+    note = (
+        "tok/s: new tokens a second of decode rounds, of the whole batch; plain: without the drafter, on the same "
+        "prompts in the same run. = plain: share of greedy answers whose text is plain decoding's."
+    )
+    return _with_labels(measured, "Speed", columns, rows, note)
 
 
 def position_table(
@@ -140,7 +145,7 @@ def comparison_table(comparison: Comparison) -> Table:
     """One row a group, setting and figure."""
     names = {"tau": "τ", "acceptance_rate": "accepted", "speedup": "speed-up"}
     rows = []
-    for d in comparison.differences:
+    for d in sorted(comparison.differences, key=lambda d: METRICS.index(d.metric)):
         p_value = "< 0.001" if d.p_value < 0.001 else f"{d.p_value:.3f}"
         rows.append(
             (
@@ -176,8 +181,11 @@ def number(estimate: Estimate, digits: int = 2, sign: bool = False) -> Cell:
     if estimate.value is None:
         return Cell("–")
     form = f"{'+' if sign else ''}.{digits}f"
-    detail = "" if estimate.low is None else f"{estimate.low:{form}} … {estimate.high:{form}}"
-    return Cell(f"{estimate.value:{form}}", detail)
+    text = f"{estimate.value:{form}}"
+    if estimate.low is None or estimate.high is None:
+        return Cell(text)
+    half_width = (estimate.high - estimate.low) / 2
+    return Cell(text, f"{estimate.low:{form}} … {estimate.high:{form}}", f"±{half_width:.{digits}f}")
 
 
 def _groups(measured: Sequence[Measured]) -> Iterator[tuple[tuple[Cell, Cell, Cell], Figures]]:
