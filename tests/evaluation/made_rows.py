@@ -1,5 +1,6 @@
 """Rows with known acceptance, made without models."""
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -23,7 +24,8 @@ def made_row(
         width = min(len(chances), 63 - tokens - 1)
         correct = next((i for i in range(width) if rng.random() >= chances[i] + easy), width)
         output = min(correct + 1, 63 - tokens)
-        rounds.append(RoundRecord(position, width + 1, len(chances), correct, output, ()))
+        logits = tuple(1.5 * math.log(c / (1 - c)) + rng.uniform(-1, 1) for c in chances)  # too sure of itself
+        rounds.append(RoundRecord(position, width + 1, len(chances), correct, output, logits))
         position, tokens = position + output, tokens + output
     seconds = 0.03 * len(rounds) if drafted else 0.02 * 63
     seconds *= rng.uniform(0.95, 1.05)

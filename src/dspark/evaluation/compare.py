@@ -103,13 +103,10 @@ def _difference(
     setting: Setting, name: str, metric: str, values: list[float], drawn: list[Array], prompts: int
 ) -> Difference:
     gap, quotient = drawn[1] - drawn[0], drawn[1] / np.where(drawn[0] > 0, drawn[0], np.nan)
-    ratio = values[1] / values[0] if values[0] > 0 else float("nan")
-    return Difference(
-        setting, name, metric, prompts, *values,
-        difference=interval(values[1] - values[0], gap, prompts),
-        ratio=interval(ratio, quotient, prompts),
-        p_value=p_value(gap),
-    )  # fmt: skip
+    first, second = values
+    ratio = second / first if first > 0 else float("nan")
+    estimates = interval(second - first, gap, prompts), interval(ratio, quotient, prompts)
+    return Difference(setting, name, metric, prompts, first, second, *estimates, p_value(gap))
 
 
 def p_value(gap: Array) -> float:

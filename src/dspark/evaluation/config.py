@@ -77,7 +77,7 @@ class CompareOptions(Settings):
     Example: dspark compare results/first results/second --out results/compared
     """
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = Field(min_length=2)
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Results of `dspark eval`, or drafters, which are measured first with the options below. The others are compared
     with the first."""
     out: Path
@@ -85,12 +85,6 @@ class CompareOptions(Settings):
     measure: MeasureOptions = MeasureOptions()
     model: ModelOptions = ModelOptions()
     report: ReportOptions = ReportOptions()
-
-    @model_validator(mode="after")
-    def _drafters_are_arguments(self) -> Self:
-        if self.model.drafter != "auto":
-            raise ValueError("drafter: name drafters as arguments: dspark compare DRAFTER DRAFTER --out DIR")
-        return self
 
 
 class CalibrateOptions(Settings):

@@ -41,7 +41,12 @@ def evaluate(options: EvalOptions) -> None:
 
 
 def compare(options: CompareOptions) -> None:
-    """Set runs side by side, measuring first those that are given as drafters; write and print the comparison."""
+    """Set runs side by side, measuring first those that are given as drafters; write and print the comparison.
+
+    Raises `ConfigError`, and `DataError` for runs that cannot be compared.
+    """
+    if len(options.runs) < 2 or options.model.drafter != "auto":
+        raise ConfigError("compare: name two runs or drafters as arguments: dspark compare FIRST SECOND --out DIR")
     names = short_names(options.runs)
     with join_ranks(options.measure.device, timeout=PATIENCE) as ranks:
         runs = [_run(options, path, name, ranks) for path, name in zip(options.runs, names, strict=True)]
@@ -91,7 +96,8 @@ def thinking_modes(engine: Engine, options: EvalOptions) -> list[bool | None]:
         return [None]
     if "enable_thinking" not in str(engine.target.tokenizer.chat_template or ""):
         raise ConfigError(f"thinking: the chat template of {options.model.target} has no such mode: leave it out")
-    return {"on": [True], "off": [False], "both": [True, False]}[options.measure.thinking]
+    modes: dict[str, list[bool | None]] = {"on": [True], "off": [False], "both": [True, False]}
+    return modes[options.measure.thinking]
 
 
 def stamp_of(engine: Engine, options: EvalOptions, ranks: Ranks) -> dict[str, Any]:

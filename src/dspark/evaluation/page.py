@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from dspark.evaluation.plots import Plot, svg
+from dspark.evaluation.drawing import Plot, svg
 from dspark.evaluation.tables import Cell, Table
 
 # The policy makes a browser refuse whatever the page might want from elsewhere.

@@ -1,60 +1,34 @@
-"""The plots of a report. Text and axes take the page's colour, so that they read on light and dark."""
+"""The plots of a report."""
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from dspark.evaluation.compare import Comparison, Difference
+from dspark.evaluation.confidence_plots import reliability, thresholds
+from dspark.evaluation.drawing import (
+    COLORS,
+    GRID,
+    INK,
+    LINES,
+    STYLE,
+    WIDTH,
+    Plot,
+    Series,
+    errors,
+    finish,
+    legend,
+    line,
+    shift,
+)
 from dspark.evaluation.stats import Estimate, Figures
-from dspark.evaluation.summary import CONTEXT, SettingFigures
+from dspark.evaluation.summary import CONTEXT
 from dspark.evaluation.tables import Measured
-
-WIDTH = 9.0  # inches
-INK = "#010203"  # becomes currentColor
-GRID = {"color": "#808080", "alpha": 0.25, "linewidth": 0.6}
-COLORS = ("#3d85d8", "#e07b28", "#2a9d6f", "#c65fa8", "#a08a10", "#7d6be0", "#d8504d", "#4aa5b5")
-LINES = ("-", "--", ":", "-.")
-STYLE = {
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlesize": 10,
-    "font.size": 9,
-    "legend.frameon": False,
-    "svg.fonttype": "path",  # the same in every browser
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-}
-
-
-class Plot(NamedTuple):
-    """A figure and what it shows."""
-
-    title: str
-    figure: Figure
-    note: str = ""
-
-
-class Series(NamedTuple):
-    """One run in one setting, drawn alike in every plot. Runs differ by colour and their settings by line; the settings
-    of a single run by colour."""
-
-    label: str
-    figures: SettingFigures
-    color: str
-    line: str
 
 
 def report_plots(measured: Sequence[Measured], comparisons: Sequence[Comparison]) -> list[Plot]:
@@ -64,18 +38,8 @@ def report_plots(measured: Sequence[Measured], comparisons: Sequence[Comparison]
         plots = [*_ratios(comparisons), by_task(series), *by_position(series), spread_of_tau(series)]
         if max(len(one.figures.spread[CONTEXT]) for one in series) > 1:
             plots.append(by_context(series))
-    return plots
-
-
-def svg(plot: Plot, name: str) -> str:
-    """The figure as an <svg> element whose ids begin with `name`, so that several fit in one page."""
-    buffer = io.StringIO()
-    with mpl.rc_context(STYLE | {"svg.hashsalt": name}):
-        plot.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r'\bid="', f'id="{name}-', text).replace('href="#', f'href="#{name}-')
-    return text.replace("url(#", f"url(#{name}-").replace(INK, "currentColor")
+        judged = [one for one in series if one.figures.confidence is not None]
+        return plots + ([reliability(judged), thresholds(judged)] if judged else [])
 
 
 def by_task(series: Sequence[Series]) -> Plot:
@@ -91,12 +55,12 @@ def by_task(series: Sequence[Series]) -> Plot:
             places = [names.index(name) + (i - (len(here) - 1) / 2) * 0.8 / len(here) for name in shown]
             values = [tau.value or 0.0 for tau in shown.values()]
             axes.bar(places, values, 0.74 / len(here), color=one.color)
-            axes.errorbar(places, values, _errors(shown.values()), fmt="none", ecolor=INK, elinewidth=0.8, capsize=2)
+            axes.errorbar(places, values, errors(shown.values()), fmt="none", ecolor=INK, elinewidth=0.8, capsize=2)
         axes.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
         axes.set_title(setting.label)
-        _finish(axes, "", "τ, tokens a round")
+        finish(axes, "", "τ, tokens a round")
     panels[-1].set_xticks(range(len(names)), names, rotation=20 if len(names) > 9 else 0)
-    _legend(figure, series)
+    legend(figure, series)
     return Plot("Accepted length by task", figure, "Dotted: plain decoding. Whiskers: 95 % intervals.")
 
 
@@ -113,12 +77,12 @@ def by_position(series: Sequence[Series]) -> Iterator[Plot]:
         for axes, name in zip(panels, names, strict=True):
             for i, one in enumerate(series):
                 if name in one.figures.categories:
-                    _line(axes, pick(one.figures.categories[name]), one, _shift(i, series))
+                    line(axes, pick(one.figures.categories[name]), one, shift(i, series))
             axes.set_title(name)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            _finish(axes, "draft position", label if axes is panels[0] else "")
+            finish(axes, "draft position", label if axes is panels[0] else "")
             axes.set_ylim(0, 1.02)
-        _legend(figure, series)
+        legend(figure, series)
         yield Plot(title, figure, "Whiskers: 95 % intervals.")
 
 
@@ -135,10 +99,10 @@ def spread_of_tau(series: Sequence[Series]) -> Plot:
             right.ecdf(one.figures.everything.prompt_tau, color=one.color, linestyle=one.line)
     left.set_title("tokens of a round")
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _finish(left, "tokens, the bonus counted", "share of rounds")
+    finish(left, "tokens, the bonus counted", "share of rounds")
     right.set_title("τ of a prompt")
-    _finish(right, "τ", "share of prompts at or below")
-    _legend(figure, series)
+    finish(right, "τ", "share of prompts at or below")
+    legend(figure, series)
     return Plot("Distribution of τ", figure)
 
 
@@ -150,10 +114,10 @@ def by_context(series: Sequence[Series]) -> Plot:
     axes = figure.subplots()
     for i, (one, spread) in enumerate(zip(series, spreads, strict=True)):
         values = [spread[name].tau if name in spread else Estimate(None) for name in names]
-        _line(axes, values, one, _shift(i, series))
+        line(axes, values, one, shift(i, series))
     axes.set_xticks(range(1, len(names) + 1), names)
-    _finish(axes, "tokens of context", "τ, tokens a round")
-    _legend(figure, series)
+    finish(axes, "tokens of context", "τ, tokens a round")
+    legend(figure, series)
     return Plot("Accepted length by context length", figure, "Whiskers: 95 % intervals.")
 
 
@@ -173,7 +137,7 @@ def _forest(shown: Sequence[Difference]) -> Figure:
     for i, d in enumerate(shown):
         color = COLORS[settings.index(d.setting) % len(COLORS)]
         face = color if d.is_significant else "none"
-        axes.errorbar(d.ratio.value, i, xerr=_errors([d.ratio]), fmt="o", color=color, mfc=face, capsize=2)
+        axes.errorbar(d.ratio.value, i, xerr=errors([d.ratio]), fmt="o", color=color, mfc=face, capsize=2)
     axes.axvline(1.0, color=INK, linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(shown)), [f"{d.group}, {d.setting.label}" for d in shown])
     axes.invert_yaxis()
@@ -191,40 +155,3 @@ def _series(measured: Sequence[Measured]) -> Iterator[Series]:
             else:
                 label = f"{one.run.name}, {part.setting.label}"
                 yield Series(label, part, COLORS[i % len(COLORS)], LINES[j % len(LINES)])
-
-
-def _line(axes: Axes, values: Sequence[Estimate], one: Series, shift: float) -> None:
-    known = {i: value for i, value in enumerate(values, start=1) if value.value is not None}
-    places, points = [i + shift for i in known], [value.value or 0.0 for value in known.values()]
-    drawn = axes.errorbar(places, points, _errors(known.values()), color=one.color, marker="o", markersize=3, capsize=2)
-    drawn[0].set_linestyle(one.line)
-
-
-def _shift(number: int, series: Sequence[Series]) -> float:
-    """Keeps the whiskers of several series apart."""
-    return 0.05 * (number - (len(series) - 1) / 2)
-
-
-def _errors(estimates: Iterable[Estimate]) -> np.ndarray:
-    """[2, n]: distances of the intervals' ends from the values, never negative."""
-    ends = [(e.value or 0.0, e.low, e.high) for e in estimates]
-    found = [
-        (value - low, high - value) if low is not None and high is not None else (0, 0) for value, low, high in ends
-    ]
-    return np.maximum(0.0, np.array(found, dtype=float).reshape(-1, 2).T)
-
-
-def _finish(axes: Axes, xlabel: str, ylabel: str) -> None:
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    axes.grid(axis="y", **GRID)
-    axes.set_axisbelow(True)
-
-
-def _legend(figure: Figure, series: Sequence[Series]) -> None:
-    """Colours and lines; nothing for a single series."""
-    if len(series) > 1:
-        handles = [Line2D([], [], color=one.color, linestyle=one.line, linewidth=2, label=one.label) for one in series]
-        longest = max(len(one.label) for one in series)
-        columns = max(1, min(len(series), int(figure.get_figwidth() * 12 / (longest + 8))))
-        figure.legend(handles=handles, loc="outside upper left", ncols=columns)

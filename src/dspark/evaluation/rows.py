@@ -89,11 +89,13 @@ class Row:
     @classmethod
     def from_dict(cls, row: dict[str, Any], where: str) -> Self:
         """What `as_dict` gave, read back. Raises `DataError` naming `where` for anything else."""
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in row.items()
+        }
         try:
             values["setting"] = Setting(values.pop("temperature"), values.pop("thinking"))
             values["seconds"] = Seconds(**values["seconds"])
-            values["rounds"] = tuple(RoundRecord(*r[:5], tuple(r[5])) for r in values["rounds"])
+            values["rounds"] = tuple(RoundRecord(*(*r[:5], tuple(r[5]))) for r in values["rounds"])
             return cls(**values)
         except (KeyError, TypeError, IndexError):
             raise DataError(f"{where}: not a row of `dspark eval`: name a directory that it wrote") from None

@@ -9,10 +9,11 @@ Shapes: N prompts (or resampled sets of them, R of these), G drafts a round.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from dspark.engine.request import RoundRecord
 from dspark.evaluation.rows import Row
@@ -136,15 +137,24 @@ def _sums_of(row: Row, plain: Row | None, width: int, keep: Keep | None) -> Sums
     survived = judged & (correct_len[:, None] >= place)
     compared = plain is not None and row.setting.temperature == 0
     return Sums(
-        *(np.float64(value) for value in (len(table), num_output.sum(), num_drafts.sum())),
-        *(np.float64(value) for value in ((verify_len - 1).sum(), correct_len.sum())),
-        *(part.sum(axis=0).astype(np.float64) for part in (judged, at_risk, survived)),
-        np.bincount(num_output, minlength=width + 2).astype(np.float64),
-        _times(row),
-        _times(row if plain is not None else None),
-        _times(plain),
-        np.array([compared and plain is not None and row.texts == plain.texts, compared], dtype=np.float64),
+        rounds=_number(len(table)),
+        output=_number(num_output.sum()),
+        proposed=_number(num_drafts.sum()),
+        verified=_number((verify_len - 1).sum()),
+        accepted=_number(correct_len.sum()),
+        judged=_number(judged.sum(axis=0)),
+        at_risk=_number(at_risk.sum(axis=0)),
+        survived=_number(survived.sum(axis=0)),
+        outputs=_number(np.bincount(num_output, minlength=width + 2)),
+        drafted=_times(row),
+        paired=_times(row if plain is not None else None),
+        plain=_times(plain),
+        same=_number([compared and plain is not None and row.texts == plain.texts, compared]),
     )
+
+
+def _number(value: ArrayLike) -> Array:
+    return np.asarray(value, dtype=np.float64)
 
 
 def as_table(rounds: Sequence[RoundRecord]) -> NDArray[np.int64]:
@@ -191,9 +201,11 @@ def _ratio(above: Array, below: Array) -> Array:
 
 
 def to_json(value: Any) -> Any:
-    """Figures and what holds them, for JSON: NamedTuples become objects, numbers have four decimals, NaN is null."""
+    """Figures and what holds them, for JSON: named tuples and dataclasses as objects, four decimals, NaN as null."""
     if isinstance(value, float):
         return round(value, 4) if np.isfinite(value) else None
+    if is_dataclass(value) and not isinstance(value, type):
+        return to_json(asdict(value))
     if isinstance(value, dict):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, tuple | list):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dspark.evaluation.confidence import ConfidenceReport, confidence_report
 from dspark.evaluation.rows import Row, Setting
 from dspark.evaluation.stats import Estimate, Figures, figures
 
@@ -23,6 +24,7 @@ class SettingFigures(NamedTuple):
     categories: dict[str, Figures]
     everything: Figures
     spread: dict[str, dict[str, Figures]]
+    confidence: ConfidenceReport | None  # of all tasks; None without a confidence head
 
     @property
     def groups(self) -> dict[str, Figures]:
@@ -51,7 +53,8 @@ def summarise(rows: Iterable[Row]) -> list[SettingFigures]:
             "script of the answer": group(part, lambda row: row.answer_script),
         }
         tasks, categories = group(part, lambda row: row.task), group(part, lambda row: row.category)
-        found.append(SettingFigures(setting, tasks, categories, figures(part, plain), spread))
+        confidence = confidence_report(record for row in part for record in row.rounds)
+        found.append(SettingFigures(setting, tasks, categories, figures(part, plain), spread, confidence))
     return found
 
 

@@ -62,6 +62,7 @@ def further_tables(measured: Sequence[Measured]) -> list[Table]:
             "The share of rounds that accepted the draft at this position and all before it.",
         ),
         *spread_tables(measured),
+        confidence_table(measured),
         left_out_table(measured),
     ]
     return [table for table in tables if table.rows]
@@ -70,7 +71,7 @@ def further_tables(measured: Sequence[Measured]) -> list[Table]:
 def length_table(measured: Sequence[Measured]) -> Table:
     """One row a task, category and all, in each setting and run."""
     columns = ("setting", "prompts", "rounds", "τ", "accepted", "drafts", "verified")
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for labels, part in _groups(measured):
         rates = (part.tau, part.acceptance_rate, part.drafts_per_round, part.verify_rate)
         rows.append((*labels, Cell(str(part.prompts)), Cell(str(part.rounds)), *map(number, rates)))
@@ -84,7 +85,7 @@ def length_table(measured: Sequence[Measured]) -> Table:
 def speed_table(measured: Sequence[Measured]) -> Table:
     """Tokens a second and the ratio to plain decoding; the same rows."""
     columns = ("setting", "tok/s", "plain", "speed-up", "with prefill", "= plain")
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for labels, part in _groups(measured):
         speeds = [number(speed, 1) for speed in (part.tokens_per_second, part.plain_tokens_per_second)]
         rows.append((*labels, *speeds, *map(number, (part.speedup, part.speedup_with_prefill, part.same_as_plain))))
@@ -100,7 +101,7 @@ def position_table(
 ) -> Table:
     """Estimates by draft position, from 1."""
     width = max((len(pick(part)) for _, part in _groups(measured)), default=0)
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for labels, part in _groups(measured):
         values = [number(value) for value in pick(part)]
         rows.append((*labels, *values, *[Cell("–")] * (width - len(values))))
@@ -111,7 +112,7 @@ def spread_tables(measured: Sequence[Measured]) -> Iterator[Table]:
     """By context length and script, where there is more than one; all tasks together."""
     kinds = [kind for part in measured[0].settings[:1] for kind in part.spread]
     for kind in kinds:
-        rows = []
+        rows: list[tuple[Cell, ...]] = []
         for one in measured:
             for setting in one.settings:
                 for name, part in setting.spread[kind].items():
@@ -131,9 +132,26 @@ def spread_tables(measured: Sequence[Measured]) -> Iterator[Table]:
             yield _with_labels(measured, f"By {kind}", columns, rows, "All tasks together.", kind)
 
 
+def confidence_table(measured: Sequence[Measured]) -> Table:
+    """Predicted against measured survival of each position, all tasks together."""
+    rows: list[tuple[Cell, ...]] = []
+    for one in measured:
+        for part in one.settings:
+            for p in () if part.confidence is None else part.confidence.positions:
+                values = (p.ece, p.ece_noise, p.brier, p.auc, p.confidence, p.survival)
+                shown = (Cell("–" if value is None else f"{value:.3f}") for value in values)
+                rows.append((Cell(one.run.name), Cell(f"{p.position}"), Cell(part.setting.label), *shown))
+    columns = ("setting", "ECE", "by chance", "Brier", "AUC", "predicted", "measured")
+    note = (
+        "Survival of the draft and all before it, as the confidence head predicts it, not calibrated. ECE: calibration "
+        "error, 15 bins; by chance: what perfect confidences would show on so few rounds. Of full-width rounds."
+    )
+    return _with_labels(measured, "Confidence by position", columns, rows, note, "position")
+
+
 def left_out_table(measured: Sequence[Measured]) -> Table:
     """Prompts that could not be answered."""
-    rows = [
+    rows: list[tuple[Cell, ...]] = [
         (Cell(one.run.name), Cell(prompt), Cell(error))
         for one in measured
         for prompt, error in one.run.left_out.items()
@@ -144,7 +162,7 @@ def left_out_table(measured: Sequence[Measured]) -> Table:
 def comparison_table(comparison: Comparison) -> Table:
     """One row a group, setting and figure."""
     names = {"tau": "τ", "acceptance_rate": "accepted", "speedup": "speed-up"}
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for d in sorted(comparison.differences, key=lambda d: METRICS.index(d.metric)):
         p_value = "< 0.001" if d.p_value < 0.001 else f"{d.p_value:.3f}"
         rows.append(
@@ -192,9 +210,9 @@ def _groups(measured: Sequence[Measured]) -> Iterator[tuple[tuple[Cell, Cell, Ce
     """(run, task, setting) and the figures: settings of a task stand together, runs of a setting too."""
     order: dict[tuple[str, Setting], list[tuple[str, Figures]]] = {}
     for one in measured:
-        for setting in one.settings:
-            for name, part in setting.groups.items():
-                order.setdefault((name, setting.setting), []).append((one.run.name, part))
+        for settled in one.settings:
+            for name, part in settled.groups.items():
+                order.setdefault((name, settled.setting), []).append((one.run.name, part))
     names = list(dict.fromkeys(name for name, _ in order))
     for name, setting in sorted(order, key=lambda key: names.index(key[0])):
         for run, part in order[name, setting]:
