@@ -267,9 +267,8 @@ def acceptance_probe(settings: HeldOut, target: Target) -> Callable[[Path], floa
         drafter = read_drafter(path, target.decoder, target.digest).prepare()
         engine = Engine(target, drafter, EngineSettings(max_batch=16, max_length=MEASURED_LENGTH))
         fitting = [ids for ids in prompts if len(ids) + settings.max_tokens <= engine.limit]
-        completions = engine.generate(fitting, [params] * len(fitting))
-        rounds = sum(c.rounds for c in completions)
-        return sum(c.rounds * (c.tau or 0.0) for c in completions) / max(1, rounds)
+        engine.generate(fitting, [params] * len(fitting))
+        return engine.stats.accepted_length or 0.0
 
     return measure
 

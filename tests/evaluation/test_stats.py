@@ -96,7 +96,7 @@ def test_summary_groups_and_context() -> None:
     run = made_run("a", CHANCES)
     greedy, sampled = summarise(run.rows)
     assert (greedy.setting.temperature, sampled.setting.temperature) == (0, 1)
-    assert list(greedy.groups) == ["gsm8k", "math500", "mbpp", "mt-bench", "math", "code", "chat", "all"]
+    assert list(greedy.groups) == ["gsm8k", "math500", "mbpp", "mt-bench", "math", "all"]
     assert greedy.categories["math"].rounds == greedy.tasks["gsm8k"].rounds + greedy.tasks["math500"].rounds
     contexts = by_context(drafted(run.rows))
     assert sum(part.rounds for part in contexts.values()) == greedy.everything.rounds
