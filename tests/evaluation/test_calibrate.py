@@ -60,7 +60,7 @@ def target() -> Target:
     decoder = Decoder(config).requires_grad_(False).eval()
     for weight in decoder.parameters():
         torch.nn.init.normal_(weight, std=0.6)
-    return Target("tiny", decoder, tokenizer, "0" * 16, "1" * 16, "2" * 16)
+    return Target("tiny", decoder, tokenizer, "0" * 16, "1" * 16, "2" * 16, "3" * 16)
 
 
 @pytest.fixture(scope="module")

@@ -119,13 +119,16 @@ def test_a_file_of_prompts(make_options: MakeOptions, run_alone: RunAlone, tmp_p
 
 
 def started(options: EvalOptions, processes: int = 1) -> subprocess.Popen[bytes]:
-    """`measure` in processes of its own."""
+    """`dspark eval` in processes of its own."""
     paths = [str(HERE.parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += [str(HERE / "under_torchrun.py"), options.model_dump_json()]
+    command += ["-m", "dspark.cli", "eval", "--out", str(options.out), "--data", str(options.measure.data)]
+    command += ["--target", options.model.target, "--drafter", options.model.drafter, "--dtype", "float32"]
+    command += ["--tasks", *options.measure.tasks, "--device", "cpu", "--batch", str(options.measure.batch)]
+    command += ["--tokens", str(options.measure.tokens), "--max-length", str(options.measure.max_length)]
     return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
@@ -155,6 +158,8 @@ def test_two_processes_are_one(make_options: MakeOptions, run_alone: RunAlone, w
         (tmp_path / "two" / name).rename(tmp_path / "two" / name.replace("rows", "rows.rank3"))
     assert started(options, processes=2).wait(timeout=300) == 0
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [
+        "report.html",
+        "report.json",
         "rows.jsonl",
         "rows.settings.json",
         "run.json",

@@ -1,0 +1,101 @@
+"""What evaluation must show on the built-in pair.
+
+    python benchmarks/evaluation.py --json
+    python benchmarks/evaluation.py --prompts 4 --tokens 32   # a few minutes
+
+`batch16_over_batch1`: prompts per hour of an evaluation, speculation and plain decoding both, in batches of 16 over one
+at a time; the two take turns block by block within one run. `batch_invariant`: greedy float32 texts of both are the
+same, and so are the drafts accepted in every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from common import SETS, SHARED_SETS
+
+from dspark.engine.config import ModelOptions
+from dspark.engine.engine import Engine
+from dspark.engine.pair import open_engine
+from dspark.evaluation.config import MeasureOptions
+from dspark.evaluation.rows import Row, Setting, make_cases
+from dspark.evaluation.runner import answers, warm_up
+from dspark.evaluation.tasks import load_tasks
+from dspark.log import progress
+
+BATCHES = (1, 16)
+BLOCK = 32  # prompts, after which the other batch takes its turn
+
+
+def main() -> None:
+    args = arguments()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    figures = batching(args)
+    if args.json:
+        print(json.dumps(figures))
+    else:
+        print("\n".join(f"{key:24} {value}" for key, value in figures.items()))
+
+
+def batching(args: argparse.Namespace) -> dict[str, object]:
+    """Prompts per hour in batches of 16 over one at a time, and whether the answers are the same."""
+    options = {batch: measure_options(args, batch) for batch in BATCHES}
+    first = open_engine(
+        ModelOptions(target=args.target, drafter=args.drafter, dtype="float32"), options[1].engine_settings()
+    )
+    engines = {batch: Engine(first.target, first.drafter, o.engine_settings()) for batch, o in options.items()}
+    tasks = load_tasks(tuple(args.sets), args.data, args.prompts)
+    cases = make_cases(tasks, [Setting(0.0)])
+    seconds, rows = dict.fromkeys(BATCHES, 0.0), {batch: list[Row]() for batch in BATCHES}
+    for batch in BATCHES:
+        warm_up(engines[batch], cases)
+    with progress(len(BATCHES) * 2 * len(cases), "batching", "answer") as bar:
+        for start in range(0, len(cases), BLOCK):
+            for batch in BATCHES:
+                began = time.perf_counter()
+                for row in answers(engines[batch], cases[start : start + BLOCK], options[batch], set(), bar):
+                    rows[batch].append(row)
+                seconds[batch] += time.perf_counter() - began
+    per_hour = {batch: 3600 * len(cases) / seconds[batch] for batch in BATCHES}
+    return {
+        "batch16_over_batch1": round(per_hour[16] / per_hour[1], 3),
+        "batch_invariant": contents(rows[1]) == contents(rows[16]),
+        "prompts_per_hour_batch1": round(per_hour[1], 1),
+        "prompts_per_hour_batch16": round(per_hour[16], 1),
+        "prompts": len(cases),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def contents(rows: list[Row]) -> dict[str, object]:
+    """What must not depend on the batch: texts, and where rounds stood and how many drafts they accepted."""
+    return {row.id: (row.texts, [record[:5] for record in row.rounds]) for row in rows}
+
+
+def measure_options(args: argparse.Namespace, batch: int) -> MeasureOptions:
+    """Alike but for the batch."""
+    return MeasureOptions(tokens=args.tokens, batch=batch, max_length=2048, device="cpu")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--drafter", default="auto")
+    parser.add_argument(
+        "--data", type=Path, default=SHARED_SETS if SHARED_SETS.is_dir() else None, help="directory with SET.jsonl"
+    )
+    parser.add_argument("--sets", nargs="+", default=list(SETS))
+    parser.add_argument("--prompts", type=int, default=32, help="per set")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
