@@ -25,15 +25,14 @@ from cache_bytes import num_bytes, stored_as
 from common import SETS, read_prompts
 
 from dspark.cache.capture import batches
-from dspark.console.config import ModelOptions
-from dspark.console.session import drafter_path
 from dspark.data.chat import ChatTemplate
 from dspark.data.conversation import Message, read_conversations
 from dspark.data.template import SkipReason, render_all
 from dspark.drafters.base import Drafter
 from dspark.drafters.layouts.deepspec import read_drafter
-from dspark.engine.config import EngineSettings
+from dspark.engine.config import EngineSettings, ModelOptions
 from dspark.engine.engine import Engine
+from dspark.engine.pair import drafter_path
 from dspark.engine.request import SamplingParams
 from dspark.log import progress
 from dspark.models.target import Target, load_target

@@ -77,7 +77,8 @@ def test_the_whole_path(
     assert run(monkeypatch, "regenerate", regenerate) == 0
     capsys.readouterr()
     assert run(monkeypatch, "cache", cache, "--estimate") == 0
-    assert re.search(r"(?s)samples +\d+ *\n.*features .*index .*shards +about 1 *\ntime ", capsys.readouterr().out)
+    shown = capsys.readouterr().out
+    assert re.search(r"(?s)samples +\d+ *\n.*features .*index .*bytes .*shards +about 1 *\ntime ", shown)
     assert not (tmp_path / "features").exists(), "an estimate writes nothing"
     assert run(monkeypatch, "cache", cache) == 0
     check_plan(monkeypatch, capsys, tmp_path, train)

@@ -243,7 +243,3 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(0)
-
-
-if __name__ == "__main__":  # torchrun -m dspark.cli
-    main()
