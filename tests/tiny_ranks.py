@@ -96,8 +96,8 @@ def _short_lived(make: Callable[..., Any], fault: str) -> Callable[..., Any]:
     return made
 
 
-def wait_for(path: Path, processes: list[BaseProcess]) -> None:
-    """Return when the file is there and not empty; a process that ends before is an error."""
-    while not (path.exists() and path.stat().st_size):
+def wait_for(path: Path, lines: int, processes: list[BaseProcess]) -> None:
+    """Return when the file has so many lines; a process that ends before is an error."""
+    while not path.exists() or path.read_text().count("\n") < lines:
         assert all(process.exitcode is None for process in processes)
         processes[0].join(0.05)

@@ -115,8 +115,9 @@ def train(settings: TrainSettings) -> TrainReport | None:
             def stop() -> None:
                 trainer.stop_requested = True
 
-            if isinstance(samples, RemoteSamples):
-                samples.follow(upcoming(settings, samples, ranks), stop)
+            streamed = samples.streamed if isinstance(samples, HybridSamples) else samples
+            if isinstance(streamed, RemoteSamples):  # only without a store is it known what will be asked for
+                streamed.follow(upcoming(settings, samples, ranks) if streamed is samples else iter(()), stop)
             with graceful_stop(stop, "finishing this step and saving; press Ctrl-C again to stop at once"):
                 report = trainer.run()
         return report if ranks.is_main else None

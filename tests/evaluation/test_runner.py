@@ -125,7 +125,7 @@ def started(options: EvalOptions, processes: int = 1) -> subprocess.Popen[bytes]
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += ["-m", "dspark.cli", "eval", "--out", str(options.out), "--data", str(options.measure.data)]
+    command += ["-m", "dspark", "eval", "--out", str(options.out), "--data", str(options.measure.data)]
     command += ["--target", options.model.target, "--drafter", options.model.drafter, "--dtype", "float32"]
     command += ["--tasks", *options.measure.tasks, "--device", "cpu", "--batch", str(options.measure.batch)]
     command += ["--tokens", str(options.measure.tokens), "--max-length", str(options.measure.max_length)]

@@ -16,6 +16,7 @@ from dspark.errors import ConfigError
 from dspark.training.config import TrainSettings
 from dspark.training.parallel import Ranks, join_ranks
 
+HYBRID = {"features": "hybrid", "max_cache_bytes": 1 << 20}
 SECONDS = 300  # for one that starts at once; a hang would take gloo's half hour
 
 
@@ -68,16 +69,20 @@ def test_two_trainers_and_one_target_are_one_process(place: Path, tmp_path: Path
 
 def test_states_kept_on_disk(place: Path, tmp_path: Path) -> None:
     stages.train(settings(place, tmp_path / "one"))
-    hybrid = {"features": "hybrid", "cache": [tmp_path / "store"], "max_cache_bytes": 1 << 20, "target_ranks": 1}
-    processes = tiny_ranks.start(2, settings(place, tmp_path / "hybrid", **hybrid))
+    hybrid = settings(place, tmp_path / "hybrid", cache=[tmp_path / "store"], target_ranks=1, **HYBRID)
+    processes = tiny_ranks.start(2, hybrid)
     assert tiny_ranks.join(processes, SECONDS) == [0, 0]
     assert losses(tmp_path / "hybrid") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
-@pytest.mark.parametrize("stopped", [[0, 1], [1]], ids=["all", "the target's process"])
-def test_a_stop_saves_and_ends_both(stopped: list[int], place: Path, tmp_path: Path) -> None:
-    processes = tiny_ranks.start(2, settings(place, tmp_path, target_ranks=1, max_steps=10**6, save_every=10**6))
-    tiny_ranks.wait_for(tmp_path / "metrics.jsonl", processes)
+@pytest.mark.parametrize(
+    ("stopped", "changes"), [([0, 1], {}), ([1], HYBRID)], ids=["both", "the target's alone, all states stored"]
+)
+def test_a_stop_saves_and_ends_both(stopped: list[int], changes: dict[str, Any], place: Path, tmp_path: Path) -> None:
+    endless = {"target_ranks": 1, "max_steps": 10**6, "save_every": 10**6}
+    changes = changes | ({"cache": [tmp_path / "store"]} if changes else {})
+    processes = tiny_ranks.start(2, settings(place, tmp_path, **endless | changes))
+    tiny_ranks.wait_for(tmp_path / "metrics.jsonl", 12 if changes else 1, processes)
     for rank in stopped:
         os.kill(processes[rank].pid or 0, signal.SIGTERM)
     assert tiny_ranks.join(processes, SECONDS) == [0, 0]

@@ -56,7 +56,7 @@ class HybridSamples:
         rank, world_size = place
         own = path / _part_name(rank)
         self.target_layer_ids = streamed.target_layer_ids
-        self._streamed, self._identity = streamed, identity
+        self.streamed, self._identity = streamed, identity
         self._writer = CacheWriter(own, identity)
         present = {_part_name(i) for i in range(world_size)} | {p.name for p in path.glob("part-*")}
         self._others = [_OtherPart(path / name, identity) for name in sorted(present - {own.name})]
@@ -75,21 +75,21 @@ class HybridSamples:
                 self._writer.finish()
 
     def __len__(self) -> int:
-        return len(self._streamed)
+        return len(self.streamed)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Token counts of all samples: [n]."""
-        return self._streamed.lengths
+        return self.streamed.lengths
 
     def row(self, index: int) -> TokenRow:
         """Tokens and mask of a sample; the target does not run."""
-        return self._streamed.row(index)
+        return self.streamed.row(index)
 
     def load(self, indices: Sequence[int]) -> list[Sample]:
         """Read what is stored, run the target on the rest, and store of that what fits."""
         found = {index: sample for index in indices if (sample := self._stored(index)) is not None}
-        for sample in self._streamed.load([index for index in indices if index not in found]):
+        for sample in self.streamed.load([index for index in indices if index not in found]):
             found[sample.sample_id] = self._keep(sample)
         return [found[index] for index in indices]
 

@@ -19,6 +19,7 @@ from dspark.cache.format import Sample
 from dspark.errors import CacheError
 
 _DIGEST_LENGTH = 16  # characters
+_CLOSED = -1  # instead of a number of rows
 
 
 class Answer(NamedTuple):
@@ -41,19 +42,26 @@ class TargetLink:
         return both[:_DIGEST_LENGTH], both[_DIGEST_LENGTH:]
 
     def ask(self, indices: Sequence[int]) -> None:
-        """Ask for rows (none: nothing more will be asked); the answer to the last request must have been received."""
+        """Ask for rows, or for none; the answer to the last request must have been received."""
         _send(torch.tensor([len(indices)]), self._rank)
         if indices:
             _send(torch.tensor(list(indices)), self._rank)
+
+    def close(self) -> None:
+        """Say that nothing more will be asked for."""
+        _send(torch.tensor([_CLOSED]), self._rank)
 
     def answer(self, num_tokens: int, num_layers: int, hidden_size: int) -> Answer:
         """Receive the answer to the last request, whose rows have so many tokens together."""
         problem, stop = _receive(torch.zeros(2, dtype=torch.int64), self._rank).tolist()
         if problem:
             raise CacheError(self._text(problem))
-        states = torch.empty(num_tokens, num_layers + 1, hidden_size, dtype=torch.bfloat16, device=self._device)
-        normalizers = torch.empty(num_tokens, device=self._device)
-        return Answer(_receive(states, self._rank), _receive(normalizers, self._rank), bool(stop))
+        states = torch.zeros(num_tokens, num_layers + 1, hidden_size, dtype=torch.bfloat16, device=self._device)
+        normalizers = torch.zeros(num_tokens, device=self._device)
+        if num_tokens:
+            _receive(states, self._rank)
+            _receive(normalizers, self._rank)
+        return Answer(states, normalizers, bool(stop))
 
     def _text(self, length: int) -> str:
         return bytes(_receive(torch.zeros(length, dtype=torch.uint8), self._rank).tolist()).decode()
@@ -98,14 +106,17 @@ class TargetServer:
 
     def _serve(self, trainer: int) -> None:
         _send(_bytes("".join(self._digests)), trainer)
-        while count := int(_receive(torch.zeros(1, dtype=torch.int64), trainer)):
-            samples = self._samples(_receive(torch.zeros(count, dtype=torch.int64), trainer).tolist())
+        while (count := int(_receive(torch.zeros(1, dtype=torch.int64), trainer))) != _CLOSED:
+            rows = _receive(torch.zeros(count, dtype=torch.int64), trainer).tolist() if count else []
+            samples = self._samples(rows) if rows else []
             if self._failure is not None:
                 problem = _bytes(str(self._failure))
                 _send(torch.tensor([len(problem), 0]), trainer)
                 _send(problem, trainer)
                 continue
             _send(torch.tensor([0, int(self.stop_requested)]), trainer)
+            if not rows:
+                continue
             states = [torch.cat([s.features, s.last_hidden[:, None]], dim=1) for s in samples]
             _send(torch.cat(states), trainer)
             _send(torch.cat([s.log_normalizer for s in samples if s.log_normalizer is not None]), trainer)

@@ -37,7 +37,7 @@ class RemoteSamples:
         try:
             if self._ahead is not None:
                 self._receive(self._ahead)
-            self._link.ask(())
+            self._link.close()
         except CacheError:
             if error is None:
                 raise
@@ -63,11 +63,12 @@ class RemoteSamples:
         self._look_ahead()
 
     def load(self, indices: Sequence[int]) -> list[Sample]:
-        """The samples of these rows. Raises `CacheError` for states that no target has, or when its process is gone."""
+        """The samples of these rows; of none: just hear whether to stop.
+
+        Raises `CacheError` for states that no target has, and when its process is gone.
+        """
         wanted, asked = tuple(indices), self._ahead
         samples: list[Sample] = []
-        if not wanted:
-            return samples
         if asked is not None:
             samples = self._receive(asked)
         if asked != wanted:

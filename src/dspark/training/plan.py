@@ -113,7 +113,7 @@ def plan(
         batch_bytes=batch,
         state_bytes=(total + 2 * trained) * FLOAT,
         drafter_bytes=total * HALF,
-        reads=(*settings.cache, *((settings.init_from,) if settings.init_from else ())),
+        reads=(*settings.conversations, *settings.cache, *((settings.init_from,) if settings.init_from else ())),
         writes=tuple(settings.out / name for name in names),
     )
 
