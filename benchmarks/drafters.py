@@ -1,11 +1,16 @@
 """Three drafters trained alike (recipes/compare): how much further DSpark gets than DFlash and EAGLE-3.
 
     python benchmarks/drafters.py --json
-    python benchmarks/drafters.py --measure runs/compare --prompts 40 --tokens 96
 
-The first form reads `recipes/compare/results.json`. The second one, after `dspark train` on each of the three recipes,
-measures `runs/compare/NAME/last` for each and writes that file: accepted length (tau, the bonus counted) at temperature
-1 through the engine, by set and position, and what was trained on what.
+reads `recipes/compare/results.json`, which was made, for NAME in dspark, dflash and eagle3, by
+
+    dspark train recipes/compare/train-NAME.toml
+    dspark eval --drafter runs/compare/NAME/last --tasks gsm8k mbpp mt-bench --prompts 30 --tokens 96 --dtype float32 \
+        --batch 16 --no-plain --out results/compare/NAME
+    python benchmarks/drafters.py --collect results/compare --runs runs/compare
+
+Accepted length (tau, the bonus counted) at temperature 1, the mean of the three sets; ratios by set have intervals in
+docs/results.md (`dspark compare`).
 """
 
 from __future__ import annotations
@@ -15,14 +20,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from accepted_length import summary
-from common import HERE, open_pair, read_prompts
+from common import HERE
+from safetensors import safe_open
 
 from dspark.config import read_toml
-from dspark.engine.request import SamplingParams
-from dspark.files import atomic_path
-from dspark.log import progress
+from dspark.evaluation.results import read_run
+from dspark.evaluation.summary import summarise
+from dspark.files import atomic_path, read_jsonl
 from dspark.training.config import TrainSettings
 
 RECIPES = HERE.parent / "recipes" / "compare"
@@ -30,18 +34,13 @@ RESULTS = RECIPES / "results.json"
 NAMES = ("dspark", "dflash", "eagle3")
 SETS = ("gsm8k", "mbpp", "mt-bench")
 TEMPERATURE = 1.0
+ALIKE = ("steps", "anchors", "batch_size", "samples", "data", "measured")
 
 
 def main() -> None:
     args = arguments()
-    if args.measure:
-        if args.threads:
-            torch.set_num_threads(args.threads)
-        results = {"settings": settings_of(args), "drafters": {name: measure(name, args) for name in args.only}}
-        if args.results.is_file():  # one drafter after another, as their trainings end
-            before = json.loads(args.results.read_text(encoding="utf-8"))
-            if before["settings"] == results["settings"]:
-                results["drafters"] = before["drafters"] | results["drafters"]
+    if args.collect:
+        results = {name: collect(name, args.collect / name, args.runs / name, args.cache) for name in NAMES}
         with atomic_path(args.results) as path:
             path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     figures = ratios(json.loads(args.results.read_text(encoding="utf-8")))
@@ -49,77 +48,63 @@ def main() -> None:
 
 
 def ratios(results: dict[str, Any]) -> dict[str, object]:
-    """The means over the sets and their ratios. Raises SystemExit where the three were not trained alike."""
-    drafters = results["drafters"]
-    if missing := [name for name in NAMES if name not in drafters]:
-        raise SystemExit(f"{', '.join(missing)}: not measured yet: see --help")
-    for field in ("steps", "anchors", "batch_size", "samples", "data"):
-        values = {name: drafters[name][field] for name in NAMES}
-        if len({json.dumps(value) for value in values.values()}) > 1:
-            raise SystemExit(f"the three were not trained alike: {field} is {values}")
-    tau = {name: sum(row["tau"] for row in drafters[name]["sets"]) / len(SETS) for name in NAMES}
+    """The means over the sets and their ratios. Raises SystemExit where the three are not alike."""
+    for field in ALIKE:
+        values = {name: results[name][field] for name in NAMES}
+        if len({json.dumps(value, sort_keys=True) for value in values.values()}) > 1:
+            raise SystemExit(f"the three are not alike: {field} is {values}")
+    tau = {name: sum(results[name]["tau"][task] for task in SETS) / len(SETS) for name in NAMES}
     return {
         "dspark_over_dflash": round(tau["dspark"] / tau["dflash"], 3),
         "dspark_over_eagle3": round(tau["dspark"] / tau["eagle3"], 3),
         **{f"tau_{name}": round(value, 3) for name, value in tau.items()},
-        **{f"parameters_{name}": drafters[name]["parameters"] for name in NAMES},
+        **{f"parameters_{name}": results[name]["parameters"] for name in NAMES},
     }
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Accepted length of one drafter by set, and what its training was."""
-    out = args.measure / name
-    session = open_pair("smollm2-135m", str(out / "last"), args.dtype, max_batch=args.batch)
-    file = RECIPES / f"train-{name}.toml"
-    recipe = TrainSettings.from_dict(read_toml(file), str(file))
-    steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    rows = []
-    with progress(len(SETS), name, "set") as bar:
-        for task, texts in read_prompts(args.data, SETS, args.prompts).items():
-            ids = [session.prompt_ids([{"role": "user", "content": text}]) for text in texts]
-            params = [SamplingParams(max_tokens=args.tokens, temperature=TEMPERATURE, seed=i) for i in range(len(ids))]
-            rows.append({"set": task} | summary(session.engine.generate(ids, params)))
-            bar.update(1)
-    drafter = session.engine.drafter
-    assert drafter is not None
-    return {
-        "recipe": f"recipes/compare/{file.name}",
-        "parameters": sum(p.numel() for p in drafter.parameters()),
-        "steps": steps[-1]["step"],
-        "anchors": recipe.num_anchors,
-        "batch_size": recipe.batch_size,
-        **manifest_of(args.cache),
-        "sets": rows,
-    }
-
-
-def manifest_of(cache: Path) -> dict[str, Any]:
-    """What identifies the training data: the number of samples and the target they are of."""
+def collect(name: str, results: Path, run: Path, cache: Path) -> dict[str, Any]:
+    """What one drafter reached, by set, and what it was trained on."""
+    recipe = RECIPES / f"train-{name}.toml"
+    settings = TrainSettings.from_dict(read_toml(recipe), str(recipe))
+    measured = read_run(results, name)
+    (sampled,) = (found for found in summarise(measured.rows) if found.setting.temperature == TEMPERATURE)
+    last_step = [row["step"] for _, row in read_jsonl(run / "metrics.jsonl")][-1]
     manifest = json.loads((cache / "manifest.json").read_text(encoding="utf-8"))
-    return {"samples": manifest["num_samples"], "data": manifest["target_revision"]}
+    compared = ("target_digest", "tokens", "seed", "dtype")
+    return {
+        "recipe": f"recipes/compare/{recipe.name}",
+        "parameters": num_parameters(run / "last" / "model.safetensors"),
+        "steps": last_step,
+        "anchors": settings.num_anchors,
+        "batch_size": settings.batch_size,
+        "samples": manifest["num_samples"],
+        "data": manifest["target_revision"],
+        "measured": {field: measured.stamp[field] for field in compared}
+        | {"prompts": {task: sampled.tasks[task].prompts for task in SETS}},
+        "tau": {task: round(sampled.tasks[task].tau.value or 0.0, 4) for task in SETS},
+    }
 
 
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """How the drafters are measured."""
-    fields = ("prompts", "tokens", "dtype")
-    return {"target": "smollm2-135m", "temperature": TEMPERATURE, **{name: getattr(args, name) for name in fields}}
+def num_parameters(path: Path) -> int:
+    """Trained parameters in a drafter's file: everything but its vocabulary map."""
+    with safe_open(path, framework="pt") as tensors:
+        shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys() if name not in ("d2t", "t2d")}  # noqa: SIM118
+    total = 0
+    for shape in shapes.values():
+        count = 1
+        for size in shape:
+            count *= size
+        total += count
+    return total
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument(
-        "--measure", type=Path, metavar="RUNS", help="directory with the three runs' output directories"
-    )
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), help="measure these, keep the others")
+    parser.add_argument("--collect", type=Path, metavar="RESULTS", help="directory of the three drafters' dspark eval")
+    parser.add_argument("--runs", type=Path, default=Path("runs/compare"), help="directory of the three training runs")
     parser.add_argument("--cache", type=Path, default=Path("runs/smollm2-135m/features"), help="what they trained on")
-    parser.add_argument("--data", type=Path, help="directory with SET.jsonl files")
-    parser.add_argument("--prompts", type=int, default=40, help="per set")
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--dtype", default="float32", choices=("auto", "bfloat16", "float32"))
-    parser.add_argument("--threads", type=int)
     return parser.parse_args()
 
 
