@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2, kstest
 
-from dspark.spec.sampling import Role, fold_seed, uniform
+from dspark.spec.sampling import Role, fold_seed, round_seed, uniform
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -86,3 +86,14 @@ def test_noise_does_not_depend_on_the_batch() -> None:
     together = uniform(seeds, positions, Role.BONUS)
     alone = [uniform(seeds[i], positions[i], Role.BONUS) for i in range(3)]
     assert together.tolist() == [u.item() for u in alone]
+
+
+def test_every_round_draws_its_drafts_with_a_seed_of_its_own() -> None:
+    seeds, anchors = torch.arange(-100, 100)[:, None], torch.arange(100)
+    of_rounds = round_seed(*(grid.flatten() for grid in torch.broadcast_tensors(seeds, anchors)))
+    assert len(of_rounds.unique()) == 200 * 100
+    assert int(of_rounds[0]) & MASK == splitmix64(splitmix64(-100 & MASK, 0), 3), "a number that no role draws"
+    drafted = uniform(of_rounds.view(200, 100), anchors + 1, Role.DRAFT)
+    assert kstest(drafted.flatten().numpy(), "uniform").pvalue > 1e-3
+    again = uniform(of_rounds.view(200, 100)[:, :-1], anchors[1:] + 1, Role.DRAFT)  # the position, one round earlier
+    assert abs(np.corrcoef(drafted[:, 1:].flatten(), again.flatten())[0, 1]) < 0.03

@@ -13,6 +13,7 @@ from dspark.engine.config import EngineSettings
 from dspark.engine.request import Request
 from dspark.models.attention import AttentionBatch
 from dspark.models.decoder import Decoder
+from dspark.spec.sampling import round_seed
 from dspark.spec.types import DraftBlock, SamplingRows
 
 
@@ -69,9 +70,8 @@ class Runner:
         """One block of drafts per request."""
         assert self.drafter is not None
         batch = self.drafter.draft_batch(window.starts, window.block_tables, self.block_size)
-        return self.drafter.propose(
-            window.anchors, batch, self.draft_cache, window.rows, window.positions, self.num_drafts
-        )
+        rows = window.rows._replace(seed=round_seed(window.rows.seed, window.positions))
+        return self.drafter.propose(window.anchors, batch, self.draft_cache, rows, window.positions, self.num_drafts)
 
     def inject(self, forward: Forward, requests: list[Request], num_rows: list[int]) -> None:
         """Give the drafter the first num_rows[b] rows of each request, committed, and the tokens that follow them."""

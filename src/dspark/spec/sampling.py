@@ -84,16 +84,18 @@ def uniform(seed: Int64[Tensor, "..."], position: Int64[Tensor, "..."], role: Ro
     seed; its top 53 bits. It depends on nothing else, so a request draws the same numbers in any batch. `seed` and
     `position` broadcast.
     """
-    return _shift_right(_bits(seed, position, role), 11).double() * 2.0**-53
+    return _shift_right(_bits(seed, position * 4 + role), 11).double() * 2.0**-53
 
 
-def round_seed(seed: Int64[Tensor, " B"], position: Int64[Tensor, " B"]) -> Int64[Tensor, " B"]:
-    """A seed for one round alone, of the request's seed and its anchor's position.
+def round_seed(seed: Int64[Tensor, " B"], anchors: Int64[Tensor, " B"]) -> Int64[Tensor, " B"]:
+    """The seed that one round draws its drafts with, its anchors at the positions `anchors`.
 
-    For rounds whose outcome depends on drafts that they do not put out: the next round must not draw at the same
-    positions with the same numbers.
+    A position may be drafted in several rounds until it is decided, and what earlier rounds drafted there may have
+    shaped the plan of this one (by their confidences, or by what they left to other requests). With numbers that are
+    new in every round this round's drafts are independent of all that; with the same numbers they would not be, and
+    the output would leave the target's law. Output number 4 * anchor + 3 of the request's own stream.
     """
-    return _bits(seed, position, Role.ROUND)
+    return _bits(seed, anchors * 4 + Role.ROUND)
 
 
 def fold_seed(seed: int) -> int:
@@ -162,9 +164,9 @@ def _at_least(probs: Float32[Tensor, "*rows V"], floor: Float32[Tensor, "*rows 1
     return probs.clone().ge_(floor)
 
 
-def _bits(seed: Int64[Tensor, "..."], position: Int64[Tensor, "..."], role: Role) -> Int64[Tensor, "..."]:
-    """64 random bits for a role at a position."""
-    return _mix(_mix(seed + _GOLDEN) + (position * 4 + (role + 1)) * _GOLDEN)
+def _bits(seed: Int64[Tensor, "..."], number: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
+    """64 random bits: output `number` (from 0) of SplitMix64, started at the mixed seed."""
+    return _mix(_mix(seed + _GOLDEN) + (number + 1) * _GOLDEN)
 
 
 def _mix(x: Int64[Tensor, "..."]) -> Int64[Tensor, "..."]:
