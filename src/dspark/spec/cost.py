@@ -39,7 +39,8 @@ class DiagonalProfile:
         """Seconds of a step that verifies `rows` rows, whoever they are for."""
         samples, seconds = self._table
         below = np.searchsorted(samples, np.minimum(rows, self.max_batch_tokens), side="right") - 1
-        return seconds[np.maximum(below, 0)]
+        found: ndarray = seconds[np.maximum(below, 0)]
+        return found
 
     @property
     def is_flat(self) -> bool:
@@ -156,7 +157,8 @@ def read_profile(data: Mapping[str, Any]) -> Profile:
     if not isinstance(data, Mapping):
         raise ConfigError("an SPS table is a JSON object")
     kind: type[Profile] = DiagonalProfile if "sample_batch_tokens" in data else AdditiveProfile
-    return _read(kind, data)
+    profile: Profile = _read(kind, data)
+    return profile
 
 
 class Lines:

@@ -6,7 +6,7 @@ Shape legend: B requests, T verify rows of the widest request, N real rows in al
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Bool, Int64, Shaped
 from torch import Tensor
 
 # Up to each number of rows, counts are rounded up to this multiple: few shapes, and few rows that serve nobody.
@@ -25,6 +25,11 @@ class PackedRows(NamedTuple):
     def num_rows(self) -> int:
         """P."""
         return len(self.requests)
+
+    def among_first(self, lens: Int64[Tensor, " B"]) -> Bool[Tensor, " P"]:
+        """Which packed rows are among the first `lens[b]` ones of their request."""
+        real = torch.arange(self.num_rows, device=lens.device) < self.num_real
+        return real & (self.offsets < lens[self.requests])
 
     def flat(self, width: int) -> Int64[Tensor, " N"]:
         """Index of each real row in a [B * width] table."""

@@ -42,7 +42,8 @@ class OnlineCosts:
         """See `planner.Costs`."""
         ratio = np.exp(self._log_ratio[np.minimum(num_drafting, 1), _cell(rows)])
         corrected = self.table.seconds(num_requests, num_drafting, rows) * (ratio * self.drift)
-        return np.maximum.accumulate(corrected, axis=-1)
+        rising: ndarray = np.maximum.accumulate(corrected, axis=-1)
+        return rising
 
     def observe(self, num_requests: int, num_drafting: int, num_rows: int, seconds: float) -> float:
         """Learn from a round that took so long; returns what had been expected of it."""
@@ -59,4 +60,5 @@ class OnlineCosts:
 def _cell(rows: Int64[ndarray, "*n"]) -> Int64[ndarray, "*n"]:
     """Rows of one cell cost about the same share more or less than the table says."""
     cells = np.log2(np.maximum(rows, 1)) * _CELLS_PER_DOUBLING
-    return np.minimum(cells.astype(np.int64), _NUM_CELLS - 1)
+    within: ndarray = np.minimum(cells.astype(np.int64), _NUM_CELLS - 1)
+    return within

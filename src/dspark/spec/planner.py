@@ -15,15 +15,16 @@ Shape legend: B = R requests, G drafts a round, T = G + 1 verify rows, N candida
 requests to draft for. A verify length counts the anchor's row; a budget counts drafts only.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from numpy import ndarray
-from scipy.special import expit
 from torch import Tensor
 
+from dspark.spec.calibration import survival
 from dspark.spec.types import VerifyPlan
 
 
@@ -60,14 +61,11 @@ def static_plan(batch_size: int, num_drafts: int, wanted: Int64[Tensor, " B"], r
 
 
 def survival_of(
-    confidence_logits: Float[Tensor, "B G"], temperatures: Float[Tensor, " G"] | None = None
+    confidence_logits: Float[Tensor, "B G"], temperatures: Sequence[float] | None = None
 ) -> Float64[ndarray, "B G"]:
     """Survival from the confidence head's logits, each divided by its position's temperature; a NaN counts as 0."""
-    logits = confidence_logits.double()
-    if temperatures is not None:
-        logits = logits / temperatures
-    conditional: ndarray = expit(logits.cpu().numpy())
-    return np.nan_to_num(conditional, nan=0.0).cumprod(1)
+    known: ndarray = survival(confidence_logits, temperatures).nan_to_num(0.0).cpu().numpy()
+    return known
 
 
 def rank(survival: Float64[ndarray, "B G"], max_lens: Int64[ndarray, " B"]) -> Ranking:
@@ -85,7 +83,8 @@ def rank(survival: Float64[ndarray, "B G"], max_lens: Int64[ndarray, " B"]) -> R
 
 def tokens_per_second(ranking: Ranking, seconds: Float64[ndarray, " M"]) -> Float64[ndarray, " M"]:
     """theta(k) for k = 0..N drafts admitted from the front, `seconds[k]` being what such a round takes."""
-    return (_running_sums(ranking.survival) + ranking.num_requests) / seconds
+    theta: ndarray = (_running_sums(ranking.survival) + ranking.num_requests) / seconds
+    return theta
 
 
 def early_stop_budget(ranking: Ranking, seconds: Float64[ndarray, " M"]) -> int:

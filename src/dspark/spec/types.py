@@ -58,7 +58,13 @@ class DraftBlock(NamedTuple):
 class VerifyPlan(NamedTuple):
     """How many verify rows each request gets."""
 
-    verify_lens: Int64[Tensor, " B"]  # 1..T
+    verify_lens: Int64[Tensor, " B"]  # 1..T: the rows that may decide what is committed
+    run_lens: Int64[Tensor, " B"] | None = None  # rows that run, where more of them do
+
+    @property
+    def num_rows(self) -> Int64[Tensor, " B"]:
+        """Rows that run, of each request."""
+        return self.verify_lens if self.run_lens is None else self.run_lens
 
 
 class Acceptance(NamedTuple):
