@@ -116,6 +116,14 @@ def test_n_answers_to_one_prompt(known):
     assert len({tuple(c.token_ids) for c in unseeded}) == 3
 
 
+def test_n_answers_share_the_prompt(known):
+    prompt = [(7 * i) % 250 + 1 for i in range(41)]
+    engine = Engine(*known, EngineSettings(max_batch=6, max_length=90, block_size=4))
+    done = engine.generate([prompt], SamplingParams(n=4, max_tokens=3, temperature=1.0, seed=1))
+    assert [c.figures.cached_tokens for c in done] == [0, 40, 40, 40]
+    assert engine.stats.prompt_tokens == 41 + 3
+
+
 def test_an_abort_drops_all_answers_under_way(known):
     engine = Engine(*known, SETTINGS)
     params = SamplingParams(n=4, max_tokens=12, temperature=1.0, seed=1)

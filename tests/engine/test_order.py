@@ -166,7 +166,7 @@ def test_abort_at_any_moment(target, make_drafter, state):
     engine.submit(LONG, ENDLESS, "it")
     for _ in range({"waiting": 1, "prompt under way": 2}.get(state, 7)):
         engine.step()
-    request = engine._requests["it"]
+    request = engine._requests["it"][0]
     if state == "preempted":
         engine._scheduler.preempt(request)
     assert (request in engine._scheduler.waiting) == (state in ("waiting", "preempted"))

@@ -49,7 +49,7 @@ def test_the_drafters_context_comes_with_it(pair):
             answer(engine, prompt)
         engine.submit(prompts[-1], ENDLESS, "last")
         engine.step()
-        request, runner = engine._requests["last"], engine._round.runner
+        request, runner = engine._requests["last"][0], engine._round.runner
         assert (request.figures.cached_tokens > 0) == (len(prompts) > 1)
         slots = [request.block_table[p // 4] * 4 + p % 4 for p in range(request.seq_len)]
         return [stored[slots] for cache in (runner.cache, runner.draft_cache) for stored in (*cache.k, *cache.v)]

@@ -59,6 +59,27 @@ def test_four_prompts(smollm, make_scripted):
     same_text(smollm, make_scripted, [chat(smollm, question) for question in QUESTIONS], 32)
 
 
+def test_a_schema_penalties_and_log_probabilities(smollm, make_scripted):
+    """A real vocabulary and a real grammar: greedy text is that of plain decoding, and it parses."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 120}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    params = SamplingParams(max_tokens=40, json_schema=schema, repetition_penalty=1.1, logprobs=1)
+    prompts = [chat(smollm, "Describe a person as JSON with name and age."), chat(smollm, "Who wrote Hamlet?")]
+    plain = Engine(smollm, None, EngineSettings(max_batch=2, max_length=256)).generate(prompts, params)
+    answers = {tuple(c.prompt_ids): c.token_ids for c in plain}
+    engine = Engine(smollm, make_scripted(smollm.decoder, answers, wrong_every=4), EngineSettings(max_length=256))
+    for completion, expected in zip(engine.generate(prompts, params), plain, strict=True):
+        assert completion.token_ids == expected.token_ids
+        assert json.loads(completion.text).keys() == {"name", "age"}
+        for ours, theirs in zip(completion.logprobs, expected.logprobs, strict=True):
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+    assert engine.stats.accepted_length > 1.5
+
+
 @pytest.mark.slow
 def test_sixty_four_prompts_and_transformers(smollm, make_scripted):
     if not EVALUATION.is_dir():

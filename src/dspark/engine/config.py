@@ -28,9 +28,7 @@ class EngineSettings(Settings):
         None, ge=1
     )  # verify at most this many drafts a round; None = the drafter's own
 
-    verification: Literal["token", "block"] = (
-        "token"  # block: judge whole blocks where all is verified (temperature > 0)
-    )
+    verification: Literal["token", "block"] = "token"  # block: judge sampled blocks as a whole where all of it runs
     record_rounds: bool = False  # keep a RoundRecord of every speculative round, for evaluation and calibration
 
     def blocks_for(self, num_tokens: int) -> int:

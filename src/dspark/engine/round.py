@@ -59,7 +59,7 @@ class Round:
         """One round for requests that all speculate, or that all do not."""
         speculative = requests[0].speculates
         with self.stats.phase("draft"):
-            window = self._with_round_seeds(window_of(requests, self.runner.device))
+            window = window_of(requests, self.runner.device)
             block = self.propose(window, speculative)
         with self.stats.phase("plan"):
             plan = self.plan(window, block)
@@ -135,6 +135,8 @@ class Round:
     ) -> Judged:
         """Edit the rows [B, T, V] as each request asks, accept, and look up the log probabilities asked for."""
         edited = edit_logits(requests, block, plan, logits, self.grammars)
+        if self.settings.verification == "block":  # noise of its own for every round: see accept
+            rows = rows._replace(seed=round_seed(rows.seed, positions))
         acceptance = accept(block, edited, plan, rows, positions, self.settings.verification)
         tokens = outputs(block, acceptance)
         return Judged(acceptance, tokens, token_logprobs(requests, tokens, logits, edited, rows))
@@ -170,12 +172,6 @@ class Round:
         if forward.features.shape[2] and any(num_rows):
             self.runner.inject(forward, requests, num_rows)
         return emissions
-
-    def _with_round_seeds(self, window: Window) -> Window:
-        """Block verification gives every round noise of its own (see accept); elsewhere nothing changes."""
-        if self.settings.verification == "token":
-            return window
-        return window._replace(rows=window.rows._replace(seed=round_seed(window.rows.seed, window.positions)))
 
     def _run_chunks(self, window: Window, chunks: list[Chunk]) -> Forward:
         """The target over the chunks' rows, padded on the right."""

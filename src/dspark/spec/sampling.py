@@ -28,7 +28,6 @@ class Role(IntEnum):
     DRAFT = 0  # which token the drafter proposes
     ACCEPT = 1  # whether the target takes it
     BONUS = 2  # which token follows the accepted run
-    ROUND = 3  # the seed of one round
 
 
 def probabilities(logits: Float[Tensor, "B N V"], rows: SamplingRows) -> Float32[Tensor, "B N V"]:
@@ -93,9 +92,10 @@ def round_seed(seed: Int64[Tensor, " B"], anchors: Int64[Tensor, " B"]) -> Int64
     A position may be drafted in several rounds until it is decided, and what earlier rounds drafted there may have
     shaped the plan of this one (by their confidences, or by what they left to other requests). With numbers that are
     new in every round this round's drafts are independent of all that; with the same numbers they would not be, and
-    the output would leave the target's law. Output number 4 * anchor + 3 of the request's own stream.
+    the output would leave the target's law. Output number 4 * anchor + 3 of the request's own stream, which no role
+    uses.
     """
-    return _bits(seed, anchors * 4 + Role.ROUND)
+    return _bits(seed, anchors * 4 + len(Role))
 
 
 def fold_seed(seed: int) -> int:
