@@ -142,7 +142,7 @@ def open_samples(settings: TrainSettings, ranks: Ranks) -> Iterator[tuple[Target
         cached = CachedSamples(settings.cache)
         target = load_part(settings, ranks, None if measures else cached.target_digest)
         cached.check(target)
-        yield target, cached
+        yield target if measures else target.without_layers(), cached
     elif settings.target_ranks:
         link = TargetLink(ranks.target_rank, ranks.device)
         digest, ends = link.digests()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -73,6 +73,10 @@ class Target:
                 "for it, but dspark cannot decode with it"
             )
         return self.model
+
+    def without_layers(self) -> Target:
+        """The target's ends alone; its layers are freed with the target itself."""
+        return replace(self, model=Ends.of(self.model))
 
     def states(self) -> StateSource:
         """The model as a source of hidden states."""
