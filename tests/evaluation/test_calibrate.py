@@ -20,7 +20,7 @@ from dspark.engine.config import EngineSettings
 from dspark.engine.engine import Engine
 from dspark.engine.request import RoundRecord, SamplingParams
 from dspark.errors import ConfigError, DataError
-from dspark.evaluation.calibrate import CalibrationReport, calibrate, fit, held_out_ids
+from dspark.evaluation.calibrate import CalibrationReport, calibrate, fit, held_out_ids, judge, warn_of_bias
 from dspark.evaluation.calibration_table import position_table, print_json, threshold_table
 from dspark.evaluation.confidence import confidence_report
 from dspark.evaluation.config import CalibrateOptions
@@ -213,6 +213,18 @@ def test_trimmed_rounds_are_refused(make_engine: MakeEngine, options: CalibrateO
         fit([whole, whole._replace(verify_len=3)])
     with pytest.raises(DataError, match="no full-width rounds to fit on"):
         fit([])
+
+
+def test_a_bias_that_no_temperature_mends_draws_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Logits near 0 stay confidences near a half, whatever divides them."""
+    rounds = [
+        RoundRecord(9, 2, 1, int(i % 10 < rate), 1, (0.01 * (i % 7 - 3),)) for rate in (3, 5) for i in range(2000)
+    ]
+    for biased, half in ((True, rounds[:2000]), (False, rounds[2000:])):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            warn_of_bias(judge(half, fit(half)))
+        assert ("which no temperature mends" in caplog.text) is biased
 
 
 def test_prompts_are_split_by_the_seed(options: CalibrateOptions) -> None:

@@ -23,6 +23,7 @@ _log = get_logger(__name__)
 
 ROUNDS_NAME = "calibration.rounds.jsonl"
 PLOT_NAME = "calibration.png"
+BIAS_LIMIT = 0.03  # of a mean survival: beyond it a warning tells what temperatures cannot mend
 NOISE_LIMIT = 0.02  # of the calibration error: beyond it, the figures say more about the number of rounds
 
 
@@ -63,6 +64,7 @@ def calibrate(engine: Engine, options: CalibrateOptions, directory: Path) -> Cal
     judged = _rounds(answer for answer in answers if answer.prompt_id in held_out)
     temperatures = fit(fitted)
     before, after = judge(judged), judge(judged, temperatures)
+    warn_of_bias(after)
     calibration = Calibration(
         drafter_digest=drafter.digest,
         target=engine.target.name,
@@ -100,6 +102,20 @@ def judge(rounds: Sequence[RoundRecord], temperatures: Sequence[float] | None = 
             noise,
         )
     return report
+
+
+def warn_of_bias(after: ConfidenceReport) -> None:
+    """Say where calibrated survival is still too high or too low on the whole: scaling a logit near 0 moves nothing."""
+    worst = max(after.positions, key=lambda position: abs(position.confidence - position.survival))
+    error = (worst.survival * (1 - worst.survival) / after.num_rounds) ** 0.5
+    if abs(worst.confidence - worst.survival) > BIAS_LIMIT + 2 * error:
+        _log.warning(
+            "position %d: the calibrated mean survival is %.3f, the measured one %.3f, which no temperature mends: train "
+            "the confidence head alone on fresh answers (recipes/train-smollm2-135m-confidence.toml)",
+            worst.position,
+            worst.confidence,
+            worst.survival,
+        )
 
 
 def held_out_ids(prompts: Iterable[Prompt], options: CalibrateOptions) -> set[str]:
