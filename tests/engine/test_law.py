@@ -172,7 +172,9 @@ def test_shared_noise_is_noticed(pair, monkeypatch):
     """Planted: acceptance reads the number that drew the draft."""
 
     def shared(seed, position, role):
-        return uniform(seed, position, Role.DRAFT if role == Role.ACCEPT else role)
+        if role == Role.ACCEPT and position.shape[1]:
+            return uniform(round_seed(seed[:, 0], position[:, 0] - 1)[:, None], position, Role.DRAFT)
+        return uniform(seed, position, role)
 
     monkeypatch.setattr(dspark.spec.accept, "uniform", shared)
     (counts,) = draw(pair, [PLAIN], TRIALS // 8)
