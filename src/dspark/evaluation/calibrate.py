@@ -110,8 +110,8 @@ def warn_of_bias(after: ConfidenceReport) -> None:
     error = (worst.survival * (1 - worst.survival) / after.num_rounds) ** 0.5
     if abs(worst.confidence - worst.survival) > BIAS_LIMIT + 2 * error:
         _log.warning(
-            "position %d: the calibrated mean survival is %.3f, the measured one %.3f, which no temperature mends: train "
-            "the confidence head alone on fresh answers (recipes/train-smollm2-135m-confidence.toml)",
+            "position %d: the calibrated mean survival is %.3f, the measured one %.3f, which no temperature mends: "
+            "train the confidence head alone on fresh answers (recipes/train-smollm2-135m-confidence.toml)",
             worst.position,
             worst.confidence,
             worst.survival,
