@@ -5,7 +5,8 @@
 
 `batch16_over_batch1`: prompts per hour of an evaluation, speculation and plain decoding both, in batches of 16 over one
 at a time; the two take turns block by block within one run. `batch_invariant`: greedy float32 texts of both are the
-same, and so are the drafts accepted in every round.
+same, and so are the drafts accepted in every round. `ece_max_after_sts`: calibration error of the worst position on
+held-out prompts, after sequential temperature scaling on the others; `ece_noise_max` is what chance alone would show.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import argparse
 import json
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from common import SETS, SHARED_SETS
 
-from dspark.engine.config import ModelOptions
+from dspark.engine.config import EngineSettings, ModelOptions
 from dspark.engine.engine import Engine
 from dspark.engine.pair import open_engine
-from dspark.evaluation.config import MeasureOptions
+from dspark.evaluation.calibrate import calibrate
+from dspark.evaluation.config import CalibrateOptions, MeasureOptions
 from dspark.evaluation.rows import Row, Setting, make_cases
 from dspark.evaluation.runner import answers, warm_up
 from dspark.evaluation.tasks import load_tasks
@@ -35,7 +38,7 @@ def main() -> None:
     args = arguments()
     if args.threads:
         torch.set_num_threads(args.threads)
-    figures = batching(args)
+    figures = batching(args) | calibration(args)
     if args.json:
         print(json.dumps(figures))
     else:
@@ -72,6 +75,24 @@ def batching(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
+def calibration(args: argparse.Namespace) -> dict[str, object]:
+    """The worst calibration error before and after, of half of the prompts, which the fit has not seen."""
+    files = [args.data / f"{name}.jsonl" for name in args.sets]
+    with TemporaryDirectory() as out:
+        options = CalibrateOptions(
+            prompts=tuple(files), limit=args.calibration_prompts, max_tokens=args.tokens, out=Path(out)
+        )
+        settings = EngineSettings(max_batch=options.max_batch, max_length=options.max_length, record_rounds=True)
+        engine = open_engine(ModelOptions(target=args.target, drafter=args.drafter), settings)
+        report = calibrate(engine, options, Path(out))
+    return {
+        "ece_max_after_sts": round(report.after.ece_max, 4),
+        "ece_max_before_sts": round(report.before.ece_max, 4),
+        "ece_noise_max": round(max(position.ece_noise for position in report.after.positions), 4),
+        "held_out_rounds": report.after.num_rounds,
+    }
+
+
 def contents(rows: list[Row]) -> dict[str, object]:
     """What must not depend on the batch: texts, and where rounds stood and how many drafts they accepted."""
     return {row.id: (row.texts, [record[:5] for record in row.rounds]) for row in rows}
@@ -86,12 +107,11 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--drafter", default="auto")
-    parser.add_argument(
-        "--data", type=Path, default=SHARED_SETS if SHARED_SETS.is_dir() else None, help="directory with SET.jsonl"
-    )
+    parser.add_argument("--data", type=Path, default=SHARED_SETS, help="directory with SET.jsonl files")
     parser.add_argument("--sets", nargs="+", default=list(SETS))
     parser.add_argument("--prompts", type=int, default=32, help="per set")
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--calibration-prompts", type=int, default=80, help="per set, half of them to judge on")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()

@@ -94,7 +94,7 @@ def test_a_report_holds_the_figures(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert {
         "Accepted length", "Speed", "Accepted length by task", "Conditional acceptance by position",
         "Prefix survival by position", "Distribution of τ", "By context length", "By script of the prompt",
-        "Confidence by position", "Confidence: reliability by position",
+        "Confidence by position", "Confidence of <b>name</b>",
     } <= set(checked.titles)  # fmt: skip
     assert "By script of the answer" not in checked.titles, "all are of one script"
     text = (tmp_path / "report.html").read_text(encoding="utf-8")

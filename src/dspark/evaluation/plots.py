@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from dspark.evaluation.compare import Comparison, Difference
-from dspark.evaluation.confidence_plots import reliability, thresholds
 from dspark.evaluation.drawing import (
     COLORS,
     GRID,
@@ -26,6 +25,7 @@ from dspark.evaluation.drawing import (
     line,
     shift,
 )
+from dspark.evaluation.reliability import confidence_figure
 from dspark.evaluation.stats import Estimate, Figures
 from dspark.evaluation.summary import CONTEXT
 from dspark.evaluation.tables import Measured
@@ -38,8 +38,7 @@ def report_plots(measured: Sequence[Measured], comparisons: Sequence[Comparison]
         plots = [*_ratios(comparisons), by_task(series), *by_position(series), spread_of_tau(series)]
         if max(len(one.figures.spread[CONTEXT]) for one in series) > 1:
             plots.append(by_context(series))
-        judged = [one for one in series if one.figures.confidence is not None]
-        return plots + ([reliability(judged), thresholds(judged)] if judged else [])
+        return [*plots, *_confidence(measured)]
 
 
 def by_task(series: Sequence[Series]) -> Plot:
@@ -119,6 +118,15 @@ def by_context(series: Sequence[Series]) -> Plot:
     finish(axes, "tokens of context", "τ, tokens a round")
     legend(figure, series)
     return Plot("Accepted length by context length", figure, "Whiskers: 95 % intervals.")
+
+
+def _confidence(measured: Sequence[Measured]) -> Iterator[Plot]:
+    """Reliability and threshold sweep of each drafter that has a confidence head, over its settings."""
+    note = "All tasks, full-width rounds, not calibrated. A dot's area is its share of the rounds."
+    for one in measured:
+        reports = {p.setting.label: p.confidence for p in one.settings[: len(COLORS)] if p.confidence is not None}
+        if reports:
+            yield Plot(f"Confidence of {one.run.name}", confidence_figure(reports), note)
 
 
 def _ratios(comparisons: Sequence[Comparison]) -> Iterator[Plot]:

@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dspark.evaluation.confidence import ConfidenceReport, PositionConfidence, ThresholdPoint
+from dspark.evaluation.drawing import COLORS, GRID
 from dspark.files import atomic_path
 
-COLORS = ("#c2702e", "#2a6f97", "#4c8c4a", "#8a5a9e")
 MAX_COLUMNS = 4
 MARKER_AREA = 300.0  # points squared, of a bin that holds every round
 
@@ -42,16 +42,16 @@ def confidence_figure(reports: Mapping[str, ConfidenceReport]) -> Figure:
 
 def _reliability_panel(panel: Axes, figures: Mapping[str, PositionConfidence]) -> None:
     """Predicted against measured survival; a marker's area is the share of rounds in its bin."""
-    panel.plot([0, 1], [0, 1], color="0.6", linestyle="--", linewidth=1)
+    panel.plot([0, 1], [0, 1], color="#808080", linestyle="--", linewidth=1)
     for color, position in zip(COLORS, figures.values(), strict=False):
         points = [(b.confidence or 0.0, b.survival or 0.0, b.count) for b in position.bins if b.count]
         total = sum(count for _, _, count in points)
         x, y = [p[0] for p in points], [p[1] for p in points]
         panel.plot(x, y, color=color, linewidth=1.2)
         panel.scatter(x, y, s=[MARKER_AREA * p[2] / total for p in points], color=color, alpha=0.6)
-    errors = " → ".join(f"{position.ece:.3f}" for position in figures.values())
-    number = next(iter(figures.values())).position
-    panel.set_title(f"position {number}, ECE {errors}", fontsize=9)
+    errors = " / ".join(f"{position.ece:.3f}" for position in figures.values())
+    title = f"position {next(iter(figures.values())).position}"
+    panel.set_title(title if len(figures) > 2 else f"{title}, ECE {errors}", fontsize=9)
     panel.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted survival", ylabel="measured survival")
     panel.set_aspect("equal")
 
@@ -65,4 +65,4 @@ def _sweep_panel(
         panel.plot([x for x, _ in known], [y for _, y in known], color=color, marker="o", markersize=3, label=name)
     panel.set_title(title, fontsize=9)
     panel.set(xlim=(0, 1), xlabel="confidence threshold")
-    panel.grid(color="0.9")
+    panel.grid(**GRID)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,8 @@ from dspark.log import get_logger
 
 _log = get_logger(__name__)
 
-INTERVALS = ("τ", "speed-up", "difference", "ratio")  # columns whose intervals the console shows, as half their width
+FILE_WIDTH = 160  # columns where the output is no terminal
+INTERVALS = ("τ", "speed-up", "ratio")  # columns whose intervals the console shows, as half their width
 
 
 def give(out: Path, stem: str, runs: Sequence[Run], comparisons: Sequence[Comparison], options: ReportOptions) -> None:
@@ -70,6 +72,8 @@ def as_dict(measured: Sequence[Measured], comparisons: Sequence[Comparison]) -> 
 def show(tables: Sequence[Table]) -> None:
     """Print tables to stdout; the page has their intervals in full."""
     console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_WIDTH
     for table in tables:
         console.print(_rich(table))
 
