@@ -16,6 +16,7 @@ from dspark.console.config import ChatOptions, DemoOptions, GenerateOptions, Sho
 from dspark.data.config import PrepareSettings
 from dspark.errors import ConfigError, DsparkError
 from dspark.evaluation.config import CalibrateOptions, CompareOptions, EvalOptions
+from dspark.evaluation.doctor.config import DoctorOptions
 from dspark.generation.config import RegenerateSettings, SynthesizeSettings
 from dspark.log import configure_logging
 from dspark.training.config import TrainSettings
@@ -154,6 +155,17 @@ def compare(options: Annotated[CompareOptions, tyro.conf.arg(name="")]) -> None:
     run(options)
 
 
+def doctor(options: Annotated[DoctorOptions, tyro.conf.arg(name="")]) -> None:
+    """Find out why a drafter's drafts are not accepted; exit code 0 when the pair is healthy, 1 when a fault was found.
+
+    Example: dspark doctor --target smollm2-135m --drafter runs/first/best
+    """
+    from dspark.evaluation.doctor.show import doctor as run
+
+    if code := run(options):
+        sys.exit(code)
+
+
 def show(options: Annotated[ShowOptions, tyro.conf.arg(name="")]) -> None:
     """Show which tokens of conversations are trained, as a target's chat template renders them; nothing is written.
 
@@ -186,6 +198,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "calibrate": calibrate,
     "eval": evaluate,
     "compare": compare,
+    "doctor": doctor,
 }
 DATA_COMMANDS: dict[str, Callable[..., Any]] = {"show": show, "prepare": prepare}
 
@@ -227,7 +240,7 @@ def command_line() -> tyro.extras.SubcommandApp:
 
 
 def main() -> None:
-    """Entry point: exit code 0, 2 for bad input (one line on stderr), 130 after Ctrl-C."""
+    """Entry point: exit code 0, 1 for a fault found, 2 for bad input (one line on stderr), 130 after Ctrl-C."""
     configure_logging()
     try:
         command_line().cli(

@@ -42,6 +42,7 @@ from dspark.generation.config import RegenerateSettings, SynthesizeSettings
 from dspark.log import get_logger
 from dspark.models.hub import resolve_model
 from dspark.models.target import DtypeName, Target, decodes, load_target, load_target_ends
+from dspark.models.tokenizer import vocabulary_digest
 from dspark.training.build import adapt_scale, drafter_config, freeze, new_drafter, spread_layers, warm_start
 from dspark.training.checkpoint import latest_state
 from dspark.training.config import HeldOut, TrainSettings
@@ -287,7 +288,12 @@ def calibrate(options: CalibrateOptions) -> CalibrationReport:
 
 def exporter(settings: TrainSettings, target: Target) -> Callable[[Drafter, Path], None]:
     """A function that writes servable checkpoints, which name the target they are for."""
-    provenance = {"target": target.name, "target_digest": target.digest, "recipe": settings.digest()}
+    provenance = {
+        "target": target.name,
+        "target_digest": target.digest,
+        "vocabulary_digest": vocabulary_digest(target.tokenizer),
+        "recipe": settings.digest(),
+    }
     return lambda drafter, path: write_drafter(drafter, path, provenance=provenance)
 
 

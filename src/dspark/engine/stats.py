@@ -123,9 +123,9 @@ class AcceptanceWatch:
             return
         self._warned = True
         _log.warning(
-            "the drafter's accepted length is %.2f over %d rounds, so it slows decoding down. Usual causes: "
-            "the slot convention (sample_from_anchor), target_layer_ids off by one, another target than the one it was "
-            "trained for, a wrong mask_token_id",
+            "the drafter's accepted length is %.2f over %d rounds, so it slows decoding down: `dspark doctor` tells "
+            "why. Usual causes: the slot convention (sample_from_anchor), target_layer_ids off by one, another target "
+            "than the one it was trained for, a wrong mask_token_id",
             committed / requests,
             WATCHED_ROUNDS,
         )

@@ -41,6 +41,12 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
 
 
+def vocabulary_digest(tokenizer: Tokenizer) -> str:
+    """Return 16 hex digits that identify which token has which id; unlike `tokenizer_digest` not how it is stored."""
+    tokens = sorted((index, token) for token, index in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+
+
 def chat_template_digest(tokenizer: Tokenizer) -> str:
     """Return 16 hex digits that identify the chat template; of the empty text when there is none."""
     return hashlib.sha256(str(tokenizer.chat_template or "").encode()).hexdigest()[:16]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -50,19 +50,68 @@ SHARED_FIELDS = ("num_target_layers", *BLOCK_FIELDS, *CHAIN_FIELDS)
 TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight")
 
 
+class TensorProblems(NamedTuple):
+    """What of a drafter's tensors does not fit its config, by stored name."""
+
+    missing: list[str]
+    unexpected: list[str]
+    misshapen: list[str]  # "name is (..), expected (..)"
+
+    def lines(self) -> list[str]:
+        """All problems, the gravest kind first."""
+        named = [f"missing tensor {name}" for name in self.missing]
+        return [*named, *(f"unexpected tensor {name}" for name in self.unexpected), *self.misshapen]
+
+
+class StoredDrafter(NamedTuple):
+    """A drafter's files as read for one target, before the tensors are checked and loaded."""
+
+    directory: Path
+    drafter: Drafter  # with untrained weights
+    tensors: dict[str, Tensor]  # by stored name, without vocabulary maps and copies of the target's
+    names: dict[str, str]  # parameter -> stored name
+    provenance: dict[str, Any]  # what `write_drafter` was told; empty in the public files
+
+    def problems(self) -> TensorProblems:
+        """Compare the tensors with what the config asks for."""
+        expected = {self.names[name]: p.shape for name, p in self.drafter.named_parameters()}
+        return TensorProblems(
+            missing=sorted(expected.keys() - self.tensors.keys()),
+            unexpected=sorted(self.tensors.keys() - expected.keys()),
+            misshapen=[
+                f"{name} is {tuple(self.tensors[name].shape)}, expected {tuple(shape)}"
+                for name, shape in expected.items()
+                if name in self.tensors and self.tensors[name].shape != shape
+            ],
+        )
+
+    def load(self) -> Drafter:
+        """Fill the drafter. Raises CheckpointError naming the first tensor at fault."""
+        if lines := self.problems().lines():
+            raise CheckpointError(f"{self.directory}: {lines[0]} ({len(lines)} in all)")
+        self.drafter.load_state_dict({name: self.tensors[stored] for name, stored in self.names.items()})
+        return self.drafter
+
+
 def read_drafter(path: str | Path, target: TargetEnds, target_digest: str | None = None) -> Drafter:
     """Load a drafter for `target`, strictly: every tensor must be there and none may be left over.
 
     `target_digest` is compared with the one the file was written for, where it names one. Raises CheckpointError
     naming the file and the field or tensor at fault.
     """
+    return open_drafter(path, target, target_digest).load()
+
+
+def open_drafter(path: str | Path, target: TargetEnds, target_digest: str | None = None) -> StoredDrafter:
+    """Read a drafter's config and tensors without comparing the two; arguments and errors as for `read_drafter`."""
     directory = Path(path)
     raw = read_json(directory / "config.json")
     original, where = is_original(raw), str(directory / "config.json")
     config = parse_original(raw, where, target.config.num_hidden_layers) if original else parse_config(raw, where)
-    wanted = raw.get("dspark", {}).get("target_digest")
+    provenance = raw.get("dspark", {})
+    wanted = provenance.get("target_digest")
     if wanted and target_digest and wanted != target_digest:
-        name = raw["dspark"].get("target", "another model")
+        name = provenance.get("target", "another model")
         raise CheckpointError(f"{directory}: was trained for {name} ({wanted}), not for this target ({target_digest})")
     tensors = (
         _load_pickle(directory / PICKLE_NAME) if original and _pickled(directory) else _load(directory / WEIGHTS_NAME)
@@ -70,19 +119,10 @@ def read_drafter(path: str | Path, target: TargetEnds, target_digest: str | None
     token_ids = _vocabulary_map(tensors, config, directory)
     drafter = make_drafter(config, target, token_ids)
     _check_copies(tensors, drafter, directory)
-    stored = {
+    names = {
         name: original_name(_stored(name)) if original else _stored(name) for name, _ in drafter.named_parameters()
     }
-    expected = {stored[name]: p.shape for name, p in drafter.named_parameters()}
-    if missing := sorted(expected.keys() - tensors.keys()):
-        raise CheckpointError(f"{directory}: missing tensor {missing[0]} ({len(missing)} in all)")
-    if unexpected := sorted(tensors.keys() - expected.keys()):
-        raise CheckpointError(f"{directory}: unexpected tensor {unexpected[0]} ({len(unexpected)} in all)")
-    for name, shape in expected.items():
-        if tensors[name].shape != shape:
-            raise CheckpointError(f"{directory}: {name} is {tuple(tensors[name].shape)}, expected {tuple(shape)}")
-    drafter.load_state_dict({name: tensors[file_name] for name, file_name in stored.items()})
-    return drafter
+    return StoredDrafter(directory, drafter, tensors, names, provenance)
 
 
 def write_drafter(

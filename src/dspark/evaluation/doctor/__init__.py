@@ -1,0 +1,1 @@
+"""One prompt through training, serving and transformers: the first place where they part, and what to change."""
