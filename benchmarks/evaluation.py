@@ -7,6 +7,8 @@
 at a time; the two take turns block by block within one run. `batch_invariant`: greedy float32 texts of both are the
 same, and so are the drafts accepted in every round. `ece_max_after_sts`: calibration error of the worst position on
 held-out prompts, after sequential temperature scaling on the others; `ece_noise_max` is what chance alone would show.
+`doctor_found`: of `doctor_planted` faults, planted one at a time in a tiny pair trained for it, those that `dspark
+doctor` names; `doctor_false_alarms` counts the faults that it names in the same pair untouched.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from common import SETS, SHARED_SETS
+from planted_faults import doctor_found
 
 from dspark.engine.config import EngineSettings, ModelOptions
 from dspark.engine.engine import Engine
@@ -38,7 +41,7 @@ def main() -> None:
     args = arguments()
     if args.threads:
         torch.set_num_threads(args.threads)
-    figures = batching(args) | calibration(args)
+    figures = batching(args) | calibration(args) | diagnosis()
     if args.json:
         print(json.dumps(figures))
     else:
@@ -90,6 +93,16 @@ def calibration(args: argparse.Namespace) -> dict[str, object]:
         "ece_max_before_sts": round(report.before.ece_max, 4),
         "ece_noise_max": round(max(position.ece_noise for position in report.after.positions), 4),
         "held_out_rounds": report.after.num_rounds,
+    }
+
+
+def diagnosis() -> dict[str, object]:
+    """How many of the planted faults the doctor names."""
+    result = doctor_found()
+    return {
+        "doctor_found": result["found"],
+        "doctor_planted": result["total"],
+        "doctor_false_alarms": int(not result["healthy_pair_passes"]),
     }
 
 
