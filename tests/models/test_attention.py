@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark.models.attention import AttentionBatch, paged_attention
+from dspark.models.attention import AttentionBatch, PackedBatch, paged_attention
 from dspark.models.kv_cache import PagedKVCache
+from dspark.spec.layout import pack
 
 BLOCK, KV_HEADS, HEADS, DIM = 4, 2, 6, 8
 
@@ -81,3 +82,30 @@ def test_one_bad_request_does_not_reach_another() -> None:
 def test_table_that_is_too_short() -> None:
     with pytest.raises(AssertionError):
         AttentionBatch.build(torch.arange(5)[None], [5], [[1]], BLOCK)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_rows_attend_as_they_do_in_their_places(window: int | None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tables, starts, lens = [[6, 1, 4, 2], [5, 3], [7, 8]], [9, 3, 1], [2, 4, 1]
+    positions = torch.tensor(starts)[:, None] + torch.arange(4)
+    dense = AttentionBatch.build(positions, lens, tables, BLOCK)
+    packed = PackedBatch.build(dense, pack(torch.tensor(lens), pad_to=9))
+    caches = [PagedKVCache(1, 9, BLOCK, KV_HEADS, DIM) for _ in range(2)]
+    for cache in caches:
+        history = torch.Generator().manual_seed(2)
+        for table, start in zip(tables, starts, strict=True):
+            fill(cache, table, start, history)
+    q = torch.randn(3, 4, HEADS, DIM, generator=generator)
+    k, v = (torch.randn(3, 4, KV_HEADS, DIM, generator=generator) for _ in range(2))
+    dense.write(caches[0], 0, k, v)
+    packed.write(caches[1], 0, packed.collect(k), packed.collect(v))
+    assert torch.equal(caches[0].k[0], caches[1].k[0])
+    assert torch.equal(caches[0].v[0], caches[1].v[0])
+    assert not caches[1].k[0][:BLOCK].any(), "block 0 stays zero"
+    expected = paged_attention(q, 0, caches[0], dense, window)
+    found = paged_attention(packed.collect(q), 0, caches[1], packed, window)
+    real = torch.arange(4) < torch.tensor(lens)[:, None]
+    torch.testing.assert_close(found[0, : sum(lens)], expected[real])
+    assert found.isfinite().all()
+    assert packed.positions[0, : sum(lens)].tolist() == positions[real].tolist()

@@ -1,10 +1,14 @@
 """Settings of the engine, and the options that name its two models. Imports no torch."""
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dspark.config import Settings
+
+PlannerKind = Literal["static", "early_stop", "lagged"]
+VerifyRows = Literal["compact", "full", "cap_accept"]
 
 
 class EngineSettings(Settings):
@@ -24,12 +28,26 @@ class EngineSettings(Settings):
     max_waiting: int | None = Field(None, ge=0)  # requests that may wait for a place; one more is refused; None = any
     aging_steps: int = Field(1000, ge=0)  # what one level of priority is worth: a head start of so many steps
     speculate: bool = True  # False: plain decoding even with a drafter
-    num_draft_tokens: int | None = Field(
-        None, ge=1
-    )  # verify at most this many drafts a round; None = the drafter's own
-
+    num_draft_tokens: int | None = Field(None, ge=1)  # verify at most this many a round; None = the drafter's own
     verification: Literal["token", "block"] = "token"  # block: judge sampled blocks as a whole where all of it runs
-    record_rounds: bool = False  # keep a RoundRecord of every speculative round, for evaluation and calibration
+    # static: verify whole blocks; early_stop and lagged: as much as pays by confidence and cost, or plain decoding
+    planner: PlannerKind = "static"
+    # What the target runs where requests verify different numbers of rows. compact: just those, packed; full: all are
+    # padded to the longest; cap_accept: whole blocks, of which no more is committed (to compare plans by)
+    verify_rows: VerifyRows = "compact"
+    costs: Literal["measure"] | Path | None = None  # of rounds: a file of `dspark profile`, or measured at the start
+    # What each position's confidence logit is divided by; None = 1
+    confidence_temperatures: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    record_rounds: bool = False  # keep a RoundRecord of every round of requests that speculate, for evaluation
+
+    @model_validator(mode="after")
+    def _blocks_are_whole(self) -> Self:
+        if self.verification == "block" and self.planner != "static":
+            raise ValueError(
+                f"verification block needs verify lengths that do not depend on the drafts: planner {self.planner} "
+                "goes with verification token"
+            )
+        return self
 
     def blocks_for(self, num_tokens: int) -> int:
         """Cache blocks that hold `num_tokens` positions."""

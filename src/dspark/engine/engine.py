@@ -14,12 +14,14 @@ from dspark.engine.blocks import BlockAllocator
 from dspark.engine.config import EngineSettings
 from dspark.engine.edits import make_edits
 from dspark.engine.grammar import Grammars
+from dspark.engine.planning import Planner
 from dspark.engine.prefix import PrefixIndex
+from dspark.engine.profile import costs_of
 from dspark.engine.request import Completion, Origin, Request, SamplingParams, TokenLogprob
 from dspark.engine.round import Emission, Round
 from dspark.engine.runner import Runner, num_window_positions
 from dspark.engine.scheduler import Scheduler
-from dspark.engine.stats import AcceptanceWatch, EngineLoad, EngineStats
+from dspark.engine.stats import EngineLoad, EngineStats
 from dspark.engine.text import TextStream
 from dspark.errors import OverloadError, RequestError
 from dspark.models.target import Target
@@ -61,7 +63,15 @@ class Engine:
         num_blocks = settings.num_blocks or 1 + settings.max_batch * settings.blocks_for(self.limit + window)
         runner = Runner(target.decoder, self.drafter, settings, num_blocks)
         self._grammars = Grammars(target)
-        self._round = Round(runner, self.stats, AcceptanceWatch(), settings, self._grammars)
+        planner = Planner(
+            settings.planner,
+            runner.num_drafts,
+            settings.max_batch,
+            costs_of(settings, target, self.drafter),
+            has_confidence=self.drafter is not None and self.drafter.confidence_head is not None,
+            temperatures=settings.confidence_temperatures,
+        )
+        self._round = Round(runner, planner, self.stats, settings, self._grammars)
         index = PrefixIndex(
             settings.block_size, self.drafter is not None and self.drafter.context_reads_next, settings.prefix_cache
         )
@@ -121,8 +131,7 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Run one round for the requests that decode, and the next rows of the prompts that are under way."""
         decoding, chunks = self._scheduler.schedule()
-        groups = [[r for r in decoding if r.speculates], [r for r in decoding if not r.speculates]]
-        emissions = [emission for group in groups if group for emission in self._round.decode(group)]
+        emissions = self._round.decode(decoding) if decoding else []
         if chunks:
             emissions += self._round.prefill(chunks)
         return self._finish(emissions)
@@ -135,6 +144,7 @@ class Engine:
         dropped = self._requests.pop(request_id, [])
         for request in dropped:
             self._scheduler.remove(request)
+            self._round.planner.release(request)
             request.finish_reason = "abort"
             request.stream.finish()
         return self._complete(dropped[0]) if dropped else None
@@ -179,6 +189,7 @@ class Engine:
             completion = None
             if request.finish_reason is not None:
                 self._scheduler.remove(request)
+                self._round.planner.release(request)
                 self._requests[request.request_id].remove(request)
                 if not self._requests[request.request_id]:
                     del self._requests[request.request_id]

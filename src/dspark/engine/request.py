@@ -98,19 +98,19 @@ class TokenLogprob(NamedTuple):
 
 
 class RoundRecord(NamedTuple):
-    """One speculative round of one request, kept where the engine's settings say so (`record_rounds`)."""
+    """One round of a request that speculates, kept where the engine's settings say so (`record_rounds`)."""
 
     position: int  # of the anchor: the length of the context
     verify_len: int  # rows the target ran, the anchor's counted
-    num_drafts: int  # drafts proposed; verify_len == num_drafts + 1 is a full-width round
+    num_drafts: int  # drafts proposed; 0 where none were, as for a last token alone
     correct_len: int  # drafts accepted, before any stop
     num_output: int  # tokens put out, after stops
     confidence_logits: tuple[float, ...]  # of each draft, uncalibrated; () without a confidence head
 
     @property
     def is_full_width(self) -> bool:
-        """Whether every draft was judged; other rounds hold censored labels."""
-        return self.verify_len == self.num_drafts + 1
+        """Whether there were drafts and every one was judged; other rounds hold censored labels."""
+        return 0 < self.num_drafts == self.verify_len - 1
 
 
 @dataclass(frozen=True)

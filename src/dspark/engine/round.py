@@ -1,13 +1,15 @@
 """The one loop of serving: prefill once, then rounds of draft, plan, verify, accept, commit.
 
-Plain decoding is the same round with no drafts. Between rounds a request carries its anchor (put out, but without KV)
-and `seq_len`: both caches are valid for exactly [0, seq_len), and everything beyond is provisional.
+Plain decoding is the same round with no drafts, and requests of both kinds share it: those drafted for stand first.
+Between rounds a request carries its anchor (put out, but without KV) and `seq_len`: both caches are valid for exactly
+[0, seq_len), and everything beyond is provisional.
 
-Shapes: B requests, G drafts, T = G + 1 verify rows, V vocabulary.
+Shapes: B requests, b of them drafted for, G drafts, T = G + 1 verify rows, V vocabulary.
 """
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,11 +17,13 @@ from dspark.engine.config import EngineSettings
 from dspark.engine.edits import edit_logits
 from dspark.engine.grammar import Grammars
 from dspark.engine.logprobs import token_logprobs
+from dspark.engine.planning import Planner, RoundPlan
 from dspark.engine.request import Origin, Request, RoundRecord, TokenLogprob
 from dspark.engine.runner import Forward, Runner, Window, window_of
 from dspark.engine.scheduler import Chunk
 from dspark.engine.stats import AcceptanceWatch, EngineStats
 from dspark.spec.accept import accept
+from dspark.spec.layout import pack, scatter
 from dspark.spec.planner import static_plan
 from dspark.spec.sampling import round_seed
 from dspark.spec.types import Acceptance, DraftBlock, SamplingRows, VerifyPlan
@@ -47,31 +51,37 @@ class Round:
     """The verbs of a round over one runner. Requests that finish are marked, not removed: the engine does that."""
 
     def __init__(
-        self, runner: Runner, stats: EngineStats, watch: AcceptanceWatch, settings: EngineSettings, grammars: Grammars
+        self, runner: Runner, planner: Planner, stats: EngineStats, settings: EngineSettings, grammars: Grammars
     ) -> None:
         self.runner = runner
+        self.planner = planner
         self.stats = stats
-        self.watch = watch
+        self.watch = AcceptanceWatch()
         self.settings = settings
         self.grammars = grammars
 
     def decode(self, requests: list[Request]) -> list[Emission]:
-        """One round for requests that all speculate, or that all do not."""
-        speculative = requests[0].speculates
-        with self.stats.phase("draft"):
-            window = window_of(requests, self.runner.device)
-            block = self.propose(window, speculative)
+        """One round."""
         with self.stats.phase("plan"):
-            plan = self.plan(window, block)
+            begun = self.begin(requests)
+        with self.stats.phase("draft"):
+            window = window_of([requests[i] for i in begun.order], self.runner.device)
+            block = self.propose(window, begun.num_drafting)
+        with self.stats.phase("plan"):
+            round_plan = self.planner.plan(begun, block.confidence_logits)
+            plan = self.verify_plan(round_plan)
         with self.stats.phase("verify"):
-            forward, logits = self.verify(window, block, plan, speculative)
+            forward, logits, plain_logits = self.verify(window, block, plan)
         with self.stats.phase("accept"):
-            judged = self.judge(requests, block, logits, plan, window.rows, window.positions)
+            judged = self.judge_all(window, block, plan, logits, plain_logits)
         with self.stats.phase("commit"):
-            emissions = self.commit(forward, requests, judged.tokens, judged.logprobs)
-            self._record(emissions, plan, block.num_drafts, speculative)
-            if speculative and self.settings.record_rounds:
+            emissions = self.commit(forward, window.requests, judged.tokens, judged.logprobs)
+            self._record(emissions, plan, block)
+            if self.settings.record_rounds:
                 keep_records(emissions, window, block, plan, judged.acceptance)
+        with self.stats.phase("plan"):
+            correct_len = judged.acceptance.correct_len[: begun.num_drafting]
+            self.planner.end(round_plan, correct_len.cpu().numpy(), int(plan.num_rows.sum()))
         return emissions
 
     def prefill(self, chunks: list[Chunk]) -> list[Emission]:
@@ -92,37 +102,51 @@ class Round:
                     tokens[i], logprobs[i] = token, entry
             return self.commit(forward, requests, tokens, logprobs, [chunk.num_rows for chunk in chunks])
 
-    def propose(self, window: Window, speculative: bool) -> DraftBlock:
-        """One block of drafts per request, or none at all."""
-        if speculative:
-            return self.runner.draft(window)
-        return DraftBlock.empty(len(window.requests), self.runner.device)
+    def begin(self, requests: list[Request]) -> RoundPlan:
+        """Choose whom to draft for. Verify lengths end where a request wants or may hold no more tokens."""
+        wanted = torch.tensor([request.num_tokens_left for request in requests])
+        room = torch.tensor([request.limit - request.seq_len for request in requests])
+        speculates = torch.tensor([request.speculates for request in requests])
+        longest = static_plan(len(requests), self.runner.num_drafts, wanted, room).verify_lens
+        greedy = np.array([request.params.temperature == 0 for request in requests])
+        return self.planner.begin(requests, torch.where(speculates, longest, 1).numpy(), greedy)
 
-    def plan(self, window: Window, block: DraftBlock) -> VerifyPlan:
-        """Verify lengths: full width, cut where a request wants or may hold fewer tokens."""
-        wanted = [request.num_tokens_left for request in window.requests]
-        room = [request.limit - request.seq_len for request in window.requests]
+    def propose(self, window: Window, count: int) -> DraftBlock:
+        """One block of drafts for each of the first `count` requests."""
+        if count:
+            return self.runner.draft(window.first(count))
+        return DraftBlock.empty(0, self.runner.device)
+
+    def verify_plan(self, round_plan: RoundPlan) -> VerifyPlan:
+        """The verify lengths as a plan of all requests, and the rows that run where more of them do."""
         device = self.runner.device
-        return static_plan(
-            len(wanted), block.num_drafts, torch.tensor(wanted, device=device), torch.tensor(room, device=device)
-        )
+        lens = torch.from_numpy(round_plan.verify_lens).to(device)
+        if self.settings.verify_rows != "cap_accept":
+            return VerifyPlan(lens)
+        whole = torch.from_numpy(round_plan.max_lens).to(device)
+        whole[round_plan.num_drafting :] = 1
+        return VerifyPlan(lens, whole)
 
-    def verify(self, window: Window, block: DraftBlock, plan: VerifyPlan, capture: bool) -> tuple[Forward, Tensor]:
-        """Run anchor and drafts through the target, causal; row i judges draft i + 1 (from 1). Logits are [B, T, V].
+    def verify(self, window: Window, block: DraftBlock, plan: VerifyPlan) -> tuple[Forward, Tensor, Tensor]:
+        """Run anchors and drafts through the target, causal; row i judges draft i + 1 (from 1).
 
-        Rows that the plan cuts do not run: their logits are zero.
+        Returns the logits [b, T, V] of the requests with drafts, zero in rows that did not run, and the logits
+        [B - b, 1, V] of the others.
         """
-        lens = plan.verify_lens.tolist()
+        lens, drafted = plan.num_rows.tolist(), len(block.tokens)
         width = max(lens)
-        token_ids = torch.cat((window.anchors[:, None], block.tokens[:, : width - 1]), dim=1)
-        forward = self.runner.forward(window, token_ids, lens, capture)
-        if min(lens) == block.num_drafts + 1:
-            return forward, self.runner.logits(forward.hidden)
-        ran = torch.arange(block.num_drafts + 1, device=self.runner.device) < plan.verify_lens[:, None]  # [B, T]
-        judged = self.runner.logits(forward.hidden[ran[:, :width]])
-        logits = judged.new_zeros(*ran.shape, judged.shape[-1])
-        logits[ran] = judged
-        return forward, logits
+        token_ids = window.anchors.new_zeros(len(lens), width)
+        token_ids[:, 0] = window.anchors
+        token_ids[:drafted, 1:] = block.tokens[:, : width - 1]
+        capture = any(request.speculates for request in window.requests)
+        forward = self.runner.forward(window, token_ids, lens, capture, self.settings.verify_rows == "compact")
+        logits = self.runner.logits(forward.states)  # [N, V]
+        num_rows, judged = block.num_drafts + 1, sum(lens[:drafted])
+        if judged == drafted * num_rows:
+            judged_logits = logits[:judged].view(drafted, num_rows, logits.shape[-1])
+        else:
+            judged_logits = scatter(logits[:judged], pack(plan.num_rows[:drafted]), drafted, num_rows)
+        return forward, judged_logits, logits[judged:, None]
 
     def judge(
         self,
@@ -140,6 +164,21 @@ class Round:
         acceptance = accept(block, edited, plan, rows, positions, self.settings.verification)
         tokens = outputs(block, acceptance)
         return Judged(acceptance, tokens, token_logprobs(requests, tokens, logits, edited, rows))
+
+    def judge_all(
+        self, window: Window, block: DraftBlock, plan: VerifyPlan, logits: Tensor, plain_logits: Tensor
+    ) -> Judged:
+        """Judge the drafts of the first requests, and draw the next token of the others."""
+        drafted, parts = len(block.tokens), []
+        if drafted:
+            some, lens = window.first(drafted), VerifyPlan(plan.verify_lens[:drafted])
+            parts.append(self.judge(some.requests, block, logits, lens, some.rows, some.positions))
+        if drafted < len(window.requests):
+            some, lens = window.rest(drafted), VerifyPlan(plan.verify_lens[drafted:])
+            none = DraftBlock.empty(len(some.requests), self.runner.device)
+            parts.append(self.judge(some.requests, none, plain_logits, lens, some.rows, some.positions))
+        acceptance = Acceptance(*(torch.cat(column) for column in zip(*(p.acceptance for p in parts), strict=True)))
+        return Judged(acceptance, [t for p in parts for t in p.tokens], [t for p in parts for t in p.logprobs])
 
     def commit(
         self,
@@ -165,8 +204,9 @@ class Round:
                 request.finish_reason = "error"
                 text += request.stream.finish()
             # What follows a failed request's last row is not known, and nobody will ask for its context.
-            num_rows.append(0 if failed else known + max(count - 1, 0))
-            request.seq_len += num_rows[-1]
+            num_committed = 0 if failed else known + max(count - 1, 0)
+            request.seq_len += num_committed
+            num_rows.append(num_committed if request.speculates else 0)
             request.logprobs += logprobs[i][:count]
             emissions.append(Emission(request, new[:count], text, origins[:count], logprobs[i][:count]))
         if forward.features.shape[2] and any(num_rows):
@@ -190,19 +230,21 @@ class Round:
         logits = self.runner.logits(hidden)[:, None]
         return self.judge(requests, block, logits, VerifyPlan(torch.ones_like(positions)), rows, positions)
 
-    def _record(self, emissions: list[Emission], plan: VerifyPlan, num_proposed: int, speculative: bool) -> None:
-        """Count the round for the engine and for each request."""
+    def _record(self, emissions: list[Emission], plan: VerifyPlan, block: DraftBlock) -> None:
+        """Count the round for the engine and for each request that speculates, with drafts in this round or without."""
         self.stats.steps += 1
-        if not speculative:
-            return
         judged = committed = 0
-        for (request, token_ids, _, origins, _), verify_len in zip(emissions, plan.verify_lens.tolist(), strict=True):
-            num_drafts, num_accepted = verify_len - 1, origins.count("accepted")
-            request.figures.record_round(num_proposed, verify_len, num_accepted, len(token_ids))
-            self.stats.record_round(num_proposed, verify_len, num_accepted, len(token_ids))
-            if num_drafts:
+        for i, (emission, verify_len) in enumerate(zip(emissions, plan.verify_lens.tolist(), strict=True)):
+            request, num_output = emission.request, len(emission.token_ids)
+            if not request.speculates:
+                continue
+            num_proposed = block.num_drafts if i < len(block.tokens) else 0
+            num_accepted = emission.origins.count("accepted")
+            request.figures.record_round(num_proposed, verify_len, num_accepted, num_output)
+            self.stats.record_round(num_proposed, verify_len, num_accepted, num_output)
+            if verify_len > 1:
                 judged += 1
-                committed += len(token_ids)
+                committed += num_output
         self.watch.record(judged, committed)
 
 
@@ -215,11 +257,15 @@ def outputs(block: DraftBlock, acceptance: Acceptance) -> list[list[int]]:
 def keep_records(
     emissions: list[Emission], window: Window, block: DraftBlock, plan: VerifyPlan, acceptance: Acceptance
 ) -> None:
-    """Append this round to each request's records."""
-    logits = block.confidence_logits
-    confidence = [[]] * len(emissions) if logits is None else logits.tolist()
+    """Append this round to the records of each request that speculates; without drafts it has none of them."""
+    drafted, logits = len(block.tokens), block.confidence_logits
+    confidence = [] if logits is None else logits.tolist()
     lens, correct = plan.verify_lens.tolist(), acceptance.correct_len.tolist()
     for i, (request, token_ids, *_) in enumerate(emissions):
+        if not request.speculates:
+            continue
+        num_drafts = block.num_drafts if i < drafted else 0
+        of_drafts = tuple(confidence[i]) if i < len(confidence) else ()
         request.round_records.append(
-            RoundRecord(window.starts[i], lens[i], block.num_drafts, correct[i], len(token_ids), tuple(confidence[i]))
+            RoundRecord(window.starts[i], lens[i], num_drafts, correct[i], len(token_ids), of_drafts)
         )

@@ -11,8 +11,9 @@ from torch import Tensor
 from dspark.drafters.base import Drafter
 from dspark.engine.config import EngineSettings
 from dspark.engine.request import Request
-from dspark.models.attention import AttentionBatch
+from dspark.models.attention import AttentionBatch, PackedBatch
 from dspark.models.decoder import Decoder
+from dspark.spec.layout import PackedRows, pack, row_tier
 from dspark.spec.sampling import round_seed
 from dspark.spec.types import DraftBlock, SamplingRows
 
@@ -31,13 +32,34 @@ class Window(NamedTuple):
         """One table a request."""
         return [request.block_table for request in self.requests]
 
+    def first(self, count: int) -> "Window":
+        """The first requests of it alone."""
+        if count == len(self.requests):
+            return self
+        rows = SamplingRows(*(column[:count] for column in self.rows))
+        return Window(self.requests[:count], self.starts[:count], self.positions[:count], self.anchors[:count], rows)
+
+    def rest(self, count: int) -> "Window":
+        """All but the first requests of it."""
+        rows = SamplingRows(*(column[count:] for column in self.rows))
+        return Window(self.requests[count:], self.starts[count:], self.positions[count:], self.anchors[count:], rows)
+
 
 class Forward(NamedTuple):
-    """What the target made of the rows it ran."""
+    """What the target made of the rows it ran: in places [B, T], or packed in [1, P]."""
 
-    batch: AttentionBatch
+    batch: AttentionBatch | PackedBatch
     hidden: Tensor  # [B, T, H], before the final norm
     features: Tensor  # [B, T, m, H]; m = 0 when nothing was captured
+    ran: PackedRows  # the real rows, request by request
+
+    @property
+    def states(self) -> Tensor:
+        """The hidden states [N, H] of the real rows, request by request."""
+        hidden = self.hidden.flatten(0, 1)
+        if isinstance(self.batch, PackedBatch):
+            return hidden[: self.ran.num_real]
+        return hidden if len(hidden) == self.ran.num_real else hidden[self.ran.flat(self.hidden.shape[1])]
 
 
 class Runner:
@@ -54,13 +76,26 @@ class Runner:
             self.draft_cache = drafter.new_cache(num_blocks, settings.block_size)
             self.num_drafts = min(drafter.config.num_drafts, settings.num_draft_tokens or drafter.config.num_drafts)
 
-    def forward(self, window: Window, token_ids: Tensor, query_lens: list[int], capture: bool) -> Forward:
-        """Run token_ids [B, T] from each request's start on, causal; rows t >= query_lens[b] are padding."""
-        positions = window.positions[:, None] + torch.arange(token_ids.shape[1], device=self.device)
+    def forward(
+        self, window: Window, token_ids: Tensor, query_lens: list[int], capture: bool, compact: bool = False
+    ) -> Forward:
+        """Run token_ids [B, T] from each request's start on, causal; rows t >= query_lens[b] are padding.
+
+        compact: run the real rows alone, packed, where that saves any.
+        """
+        size, width = token_ids.shape
+        positions = window.positions[:, None] + torch.arange(width, device=self.device)
+        batch: AttentionBatch | PackedBatch
         batch = AttentionBatch.build(positions, query_lens, window.block_tables, self.block_size)
+        num_rows = row_tier(sum(query_lens))
+        compact = compact and num_rows < size * width
+        ran = pack(torch.tensor(query_lens, device=self.device), num_rows if compact else 0)
+        if compact:
+            batch = PackedBatch.build(batch, ran)
+            token_ids = batch.collect(token_ids)
         taps = self.drafter.config.target_layer_ids if capture and self.drafter is not None else ()
         output = self.decoder(token_ids, batch, self.cache, taps)
-        return Forward(batch, output.hidden, output.taps)
+        return Forward(batch, output.hidden, output.taps, ran)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., V]."""
@@ -77,7 +112,10 @@ class Runner:
         """Give the drafter the first num_rows[b] rows of each request, committed, and the tokens that follow them."""
         assert self.drafter is not None
         lens = torch.tensor(num_rows, device=self.device)
-        keep = torch.arange(forward.features.shape[1], device=self.device) < lens[:, None]  # [B, T]
+        if isinstance(forward.batch, PackedBatch):
+            keep = forward.ran.among_first(lens)[None]  # [1, P]
+        else:
+            keep = torch.arange(forward.features.shape[1], device=self.device) < lens[:, None]  # [B, T]
         following = [r.ids(r.seq_len + 1 - count, r.seq_len + 1) for r, count in zip(requests, num_rows, strict=True)]
         next_ids = torch.tensor([token for ids in following for token in ids], device=self.device)
         batch, cache = forward.batch, self.draft_cache

@@ -1,8 +1,10 @@
 """Attention over the paged KV cache, in plain PyTorch.
 
-Shapes: B requests, T rows a request in this forward, S keys of the longest context, Hq query heads,
+Shapes: B requests, T rows a request in this forward, P packed rows, S keys of the longest context, Hq query heads,
 Hkv key/value heads, D head dimension.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dspark.models.kv_cache import PagedKVCache
+from dspark.spec.layout import PackedRows
 
 
 @dataclass(frozen=True)
@@ -143,19 +146,61 @@ class AttentionBatch:
         return self._biases[window, dtype]
 
 
+@dataclass(frozen=True)
+class PackedBatch:
+    """A ragged forward of B requests in one line of P rows: only the scores are made in the padded shape [B, T].
+
+    All else of the network sees [1, P, ...]. Rows that own no request compute something finite that nobody reads.
+    """
+
+    dense: AttentionBatch
+    positions: Tensor  # i64 [1, P], 0 in rows that own no request
+    slots: Tensor  # i64 [1, P], likewise
+    num_real: int
+    places: Tensor  # i64 [P], each row's place in [B * T]; 0 in rows that own no request
+    rows: Tensor  # i64 [B * T], the row that stands in each place; 0 where none does
+
+    @classmethod
+    def build(cls, dense: AttentionBatch, packed: PackedRows) -> Self:
+        """Pack the real rows of a batch."""
+        B, T = dense.positions.shape
+        flat = packed.flat(T)
+        places = F.pad(flat, (0, packed.num_rows - packed.num_real))
+        rows = torch.zeros(B * T, dtype=torch.long, device=flat.device)
+        rows[flat] = torch.arange(packed.num_real, device=flat.device)
+        real = torch.arange(packed.num_rows, device=flat.device) < packed.num_real
+        positions, slots = (torch.where(real, of.flatten()[places], 0)[None] for of in (dense.positions, dense.slots))
+        return cls(dense, positions, slots, packed.num_real, places, rows)
+
+    def write(self, cache: PagedKVCache, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the rows' keys and values k, v [1, P, Hkv, D], those that own no request left out."""
+        real = slice(self.num_real)
+        cache.write(layer, self.slots[0, real], k[0, real], v[0, real])
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """[1, P, ...] -> [B, T, ...]; places without a row repeat some row."""
+        return rows[0].index_select(0, self.rows).view(*self.dense.positions.shape, *rows.shape[2:])
+
+    def collect(self, places: Tensor) -> Tensor:
+        """[B, T, ...] -> [1, P, ...]."""
+        return places.flatten(0, 1).index_select(0, self.places)[None]
+
+
 def paged_attention(
     q: Tensor,
     layer: int,
     cache: PagedKVCache,
-    batch: AttentionBatch,
+    batch: AttentionBatch | PackedBatch,
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attend from q [B, T, Hq, D] to the keys stored in the cache; returns [B, T, Hq, D].
+    """Attend from q [B, T, Hq, D] (or packed, [1, P, Hq, D]) to the keys stored in the cache; returns the same shape.
 
     The rows' own keys must have been written. Query head h reads key/value head h // (Hq / Hkv). `scale` multiplies the
     scores; None is D ** -0.5.
     """
+    if isinstance(batch, PackedBatch):
+        return batch.collect(paged_attention(batch.spread(q), layer, cache, batch.dense, window, scale))
     B, T, Hq, D = q.shape
     k, v = batch.read(cache, layer)
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, S, D]

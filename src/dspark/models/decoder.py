@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.models import rope
-from dspark.models.attention import AttentionBatch, paged_attention
+from dspark.models.attention import AttentionBatch, PackedBatch, paged_attention
 from dspark.models.config import DecoderConfig
 from dspark.models.ends import Ends
 from dspark.models.kv_cache import PagedKVCache
@@ -71,7 +71,9 @@ class Attention(nn.Module):
             self.k_norm = norm(config, self.head_dim)
         self.v_norm_eps = config.rms_norm_eps if config.v_norm else None
 
-    def forward(self, x: Tensor, rotation: Rotation, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Rotation, batch: AttentionBatch | PackedBatch, cache: PagedKVCache
+    ) -> Tensor:
         heads = self.qkv_proj(x).view(*x.shape[:2], -1, self.head_dim)  # [B, T, Hq + 2 Hkv, D]
         qk, v = heads.split_with_sizes((self.num_heads + self.num_kv_heads, self.num_value_heads), 2)
         if not self.num_value_heads:
@@ -108,7 +110,9 @@ class DecoderLayer(nn.Module):
             self.post_feedforward_layernorm = norm(config, config.hidden_size)
         self.layer_scalar = nn.Parameter(torch.ones(1)) if config.layer_scalar else None
 
-    def forward(self, x: Tensor, rotations: list[Rotation], batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
+    def forward(
+        self, x: Tensor, rotations: list[Rotation], batch: AttentionBatch | PackedBatch, cache: PagedKVCache
+    ) -> Tensor:
         attended = self.self_attn(self.input_layernorm(x), rotations[self.rotary], batch, cache)
         if self.sandwich:
             x = x + self.post_attention_layernorm(attended)
@@ -160,9 +164,9 @@ class Decoder(nn.Module):
         )
 
     def forward(
-        self, token_ids: Tensor, batch: AttentionBatch, cache: PagedKVCache, taps: tuple[int, ...] = ()
+        self, token_ids: Tensor, batch: AttentionBatch | PackedBatch, cache: PagedKVCache, taps: tuple[int, ...] = ()
     ) -> DecoderOutput:
-        """Run token_ids i64 [B, T] at the batch's positions and store their keys and values.
+        """Run token_ids i64 [B, T] (packed, [1, P]) at the batch's positions and store their keys and values.
 
         `taps` names layers whose output is returned as well: id i is the output of layer i, -1 the embeddings.
         """
