@@ -145,7 +145,8 @@ def test_block_verification_draws_each_round_from_a_seed_of_its_own(pair, monkey
         return accept(block, logits, plan, rows, positions, *rest)
 
     monkeypatch.setattr(dspark.engine.round, "accept", watched)
-    Engine(*pair[:2], EngineSettings(max_length=16, verification="block")).generate([PROMPT], PLAIN.replace(seed=7))
+    longer = PLAIN.replace(seed=7, max_tokens=10)
+    Engine(*pair[:2], EngineSettings(max_length=16, verification="block")).generate([PROMPT], longer)
     assert len(set(seeds)) == len(seeds) > 1
 
 

@@ -25,11 +25,13 @@ from .planning_parts import FixedCosts, TellingDrafter
 VOCAB = 8
 PROMPT = [3, 1, 5]
 TOKENS = 6
-TRIALS = 5_000
+TRIALS = 2_048
 GROUP = 4
-# For four requests. LINE: likely drafts pay. CLIFF: the first draft is dear, and behind it rows are nearly free.
+# For four requests of three drafts each. LINE: likely drafts pay. CLIFF: the first draft is dear and behind it rows are
+# nearly free, so by this round's confidences all pay or none, as two second drafts or more are odd or not. A verify
+# length's last row judges one draft more: those two drafts, the second ones, are kept only where their round pays.
 LINE = [1.0] * 5 + [1 + 0.11 * row for row in range(1, 20)]
-CLIFF = [1.0] * 5 + [2.2 + 0.01 * row for row in range(20)]
+CLIFF = [1.0] * 5 + [2.63 + 0.001 * row for row in range(20)]
 
 
 class GroupedPlanner(Planner):
@@ -60,11 +62,12 @@ class LookingAhead(GroupedPlanner):
 
 @pytest.fixture(scope="module")
 def pair(make_model):
-    """A target over eight tokens, of laws so even that a drafter mostly agrees; the target in transformers."""
+    """A target over eight tokens, of laws so even that a drafter mostly agrees; and the target in transformers."""
     small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    target, reference = make_model("llama", vocab_size=VOCAB, num_hidden_layers=2, initializer_range=0.06, **small)
-    changes = {"target_layer_ids": (0,), "num_hidden_layers": 1, "block_size": 4, "enable_confidence_head": True}
-    return target, drafter_for(target.decoder, TellingDrafter, **changes), reference
+    target, reference = make_model("llama", vocab_size=VOCAB, num_hidden_layers=2, initializer_range=0.05, **small)
+    changes = {"target_layer_ids": (0,), "num_hidden_layers": 1, "block_size": 3, "markov_rank": 0}
+    drafter = drafter_for(target.decoder, TellingDrafter, enable_confidence_head=True, **changes)
+    return target, drafter, reference
 
 
 def answers(pair, planner: type[GroupedPlanner], kind: str, table: list[float]) -> tuple[torch.Tensor, FixedCosts]:
@@ -73,7 +76,7 @@ def answers(pair, planner: type[GroupedPlanner], kind: str, table: list[float]) 
     settings = EngineSettings(max_batch=512, max_length=16, block_size=4, step_tokens=4096)
     engine, costs = Engine(target, drafter, settings), FixedCosts(table)
     engine._round.planner = planner(kind, drafter.num_drafts, 512, costs, has_confidence=True)
-    if table is CLIFF:  # nearly nobody would get over it, were these confidences found out
+    if table is CLIFF:  # hardly a group would get over it, were these confidences found out
         engine._round.planner._correction.learn = lambda *outcomes: None
     params = [SamplingParams(max_tokens=TOKENS, temperature=1.0, ignore_eos=True, seed=i) for i in range(TRIALS)]
     done = engine.generate([PROMPT] * TRIALS, params)
@@ -109,4 +112,4 @@ def test_planned_answers_follow_the_target(pair, kind, table):
 def test_a_search_that_looks_ahead_is_caught(pair):
     tokens, _ = answers(pair, LookingAhead, "early_stop", CLIFF)
     values = p_values(pair[2], tokens)
-    assert min(values) < 1e-7, values
+    assert min(values) < 1e-8, values

@@ -21,6 +21,7 @@ from .planning_parts import FixedCosts, TellingDrafter, planned_engine
 PROMPTS = [[(7 * i * i + 13 * n) % 255 + 1 for i in range(n)] for n in (1, 5, 12, 13, 20, 31, 3)]
 ROOMY = {"max_batch": 4, "max_length": 80, "block_size": 4}
 LINE = [1 + 0.05 * row for row in range(60)]
+STEEP = [1 + 0.12 * row for row in range(60)]
 CLIFFS = [1 + row // 6 for row in range(60)]
 KINDS = ("early_stop", "lagged")
 ROWS = ("compact", "full", "cap_accept")
@@ -55,13 +56,13 @@ def test_commits_do_not_depend_on_how_rows_are_run(kind, telling):
     params = [SamplingParams(max_tokens=24, temperature=1.0, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
     found = []
     for rows in ROWS:
-        costs = FixedCosts(LINE)
+        costs = FixedCosts(STEEP)
         engine = planned_engine(telling, costs, planner=kind, verify_rows=rows, record_rounds=True, **ROOMY)
         done = engine.generate(PROMPTS, params)
         found.append([(c.token_ids, c.origins, c.round_records) for c in done])
         num_rows = sum(rows for _, _, rows in costs.seen)
         whole = sum(requests + 4 * drafted for requests, drafted, _ in costs.seen)
-        assert num_rows > 0.9 * whole if rows == "cap_accept" else num_rows < 0.8 * whole
+        assert num_rows > 0.9 * whole if rows == "cap_accept" else num_rows < 0.8 * whole, (rows, num_rows, whole)
     assert found[0] == found[1] == found[2]
     lens = {record.verify_len for _, _, records in found[0] for record in records}
     assert lens >= {1, 2, 3}, "the plans hardly differ"
