@@ -15,7 +15,7 @@ from dspark.config import Settings, read_toml
 from dspark.console.config import ChatOptions, DemoOptions, GenerateOptions, ShowOptions
 from dspark.data.config import PrepareSettings
 from dspark.errors import ConfigError, DsparkError
-from dspark.evaluation.config import CalibrateOptions, CompareOptions, EvalOptions
+from dspark.evaluation.config import CalibrateOptions, CompareOptions, EvalOptions, SimulateOptions
 from dspark.evaluation.doctor.config import DoctorOptions
 from dspark.generation.config import RegenerateSettings, SynthesizeSettings
 from dspark.log import configure_logging
@@ -166,6 +166,16 @@ def doctor(options: Annotated[DoctorOptions, tyro.conf.arg(name="")]) -> None:
         sys.exit(code)
 
 
+def simulate(options: Annotated[SimulateOptions, tyro.conf.arg(name="")]) -> None:
+    """Run the planner against costs of rounds and a model of acceptance, over loads; no model is run.
+
+    Example: dspark simulate --arrivals 2 8 32 --out simulation
+    """
+    from dspark.evaluation.simulation_report import run
+
+    run(options)
+
+
 def show(options: Annotated[ShowOptions, tyro.conf.arg(name="")]) -> None:
     """Show which tokens of conversations are trained, as a target's chat template renders them; nothing is written.
 
@@ -199,6 +209,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "eval": evaluate,
     "compare": compare,
     "doctor": doctor,
+    "simulate": simulate,
 }
 DATA_COMMANDS: dict[str, Callable[..., Any]] = {"show": show, "prepare": prepare}
 

@@ -1,4 +1,4 @@
-"""Options of `dspark eval`, `dspark compare` and `dspark calibrate`. Imports no torch."""
+"""Options of `dspark eval`, `dspark compare`, `dspark calibrate` and `dspark simulate`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -116,3 +116,45 @@ class CalibrateOptions(Settings):
     json_output: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print the figures as one JSON object instead of a table."""
     model: ModelOptions = ModelOptions()
+
+
+class SimulateOptions(Settings):
+    """Run the planner against costs of rounds and a model of acceptance, over loads; no model is run.
+
+    Example: dspark simulate --arrivals 2 8 32 --out simulation
+    """
+
+    costs: Path | None = None
+    """A file of `dspark profile`, or an SPS table of SGLang; by default what the published throughputs imply."""
+    acceptance: Path | None = None
+    """Recorded rounds: rows.jsonl of `dspark eval` or calibration.rounds.jsonl; by default the published accepted
+    lengths."""
+    calibration: Path | None = None
+    """calibration.json of the drafter of recorded rounds, for the temperatures of its confidences."""
+    chances: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
+    """Instead of recorded rounds: the chance of each draft, given that all before it were accepted."""
+    concentration: float = Field(1.0, gt=0)
+    """How much alike the chances of single drafts are: of a beta distribution round each of `chances`."""
+    concurrency: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Numbers of requests decoded at any time; by default those that the costs were measured at."""
+    arrivals: tuple[Annotated[float, Field(gt=0)], ...] = ()
+    """Requests that arrive a second, at random, served up to max_batch at a time."""
+    max_batch: int = Field(256, ge=1)
+    """Requests decoded together at most, where they arrive at random."""
+    length: float = Field(256.0, gt=0)
+    """Tokens of an answer, on average; the lengths are exponential."""
+    requests: int = Field(200, ge=10)
+    """Requests served under each policy and load, at least; as many more as are needed for the load to settle."""
+    seed: int = 0
+    """Decides the random numbers."""
+    out: Path = Path("simulation")
+    """Directory for simulation.json, simulation.html and the plots speed.png and budget.png."""
+    report: ReportOptions = ReportOptions()
+
+    @model_validator(mode="after")
+    def _one_model_of_acceptance(self) -> Self:
+        if self.acceptance is not None and self.chances:
+            raise ValueError("chances: drafts are accepted as recorded (acceptance) or as given: leave one out")
+        if self.calibration is not None and self.acceptance is None:
+            raise ValueError("calibration: belongs to recorded rounds: name them with acceptance")
+        return self

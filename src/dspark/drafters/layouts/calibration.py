@@ -52,12 +52,7 @@ class Calibration(Settings):
     def read(cls, path: str | Path, drafter: Drafter) -> Self:
         """Read our file for a prepared drafter. Raises CheckpointError: missing, damaged, or of another drafter."""
         assert drafter.digest is not None, "call prepare() before reading its calibration"
-        if not Path(path).is_file():
-            raise CheckpointError(f"{path}: no such calibration: make it with dspark calibrate")
-        try:
-            calibration = cls.from_dict(read_json(Path(path)), str(path))
-        except ConfigError as error:
-            raise CheckpointError(f"{error}; run dspark calibrate again") from None
+        calibration = cls.read_any(path)
         if calibration.drafter_digest != drafter.digest:
             raise CheckpointError(
                 f"{path}: drafter_digest: was fitted for drafter {calibration.drafter_digest}, not for this one "
@@ -69,6 +64,16 @@ class Calibration(Settings):
                 f"{drafter.num_drafts} tokens: run dspark calibrate again"
             )
         return calibration
+
+    @classmethod
+    def read_any(cls, path: str | Path) -> Self:
+        """Read our file, whichever drafter it is of. Raises CheckpointError: missing or damaged."""
+        if not Path(path).is_file():
+            raise CheckpointError(f"{path}: no such calibration: make it with dspark calibrate")
+        try:
+            return cls.from_dict(read_json(Path(path)), str(path))
+        except ConfigError as error:
+            raise CheckpointError(f"{error}; run dspark calibrate again") from None
 
     def write(self, directory: str | Path) -> None:
         """Write our file and SGLang's into a directory, each atomically."""
