@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tomllib
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from dspark.evaluation.config import CalibrateOptions, CompareOptions, EvalOptio
 from dspark.evaluation.doctor.config import DoctorOptions
 from dspark.generation.config import RegenerateSettings, SynthesizeSettings
 from dspark.log import configure_logging
+from dspark.server.config import ServeSettings
 from dspark.training.config import TrainSettings
 
 Recipe = Annotated[Path, tyro.conf.Positional]
@@ -197,6 +199,31 @@ def prepare(recipe: Recipe, overrides: Overrides = ()) -> None:
     run(settings)
 
 
+def serve(
+    model: Annotated[str, tyro.conf.Positional],
+    overrides: Overrides = (),
+    host: str | None = None,
+    port: int | None = None,
+) -> None:
+    """Serve a model over HTTP, with OpenAI's API; the address and an example are printed when it is ready.
+
+    Example: dspark serve smollm2-135m --port 8001 engine.max_batch=16 limits.max_waiting=64
+
+    Args:
+        model: A built-in name, a Hugging Face directory or hub id, a GGUF file; or a TOML file of settings.
+        overrides: Settings that replace the file's, as key=value.
+        host: Address to listen on; by default this machine alone can reach it.
+        port: Port to listen on; 0 takes a free one.
+    """
+    given = {"host": host, "port": port}
+    flags = tuple(f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None)
+    data = read_toml(Path(model)) if model.endswith(".toml") else {"model": {"target": model}}
+    settings = ServeSettings.from_dict(overridden(data, (*overrides, *flags)), model)
+    from dspark.server.run import serve as run
+
+    run(settings)
+
+
 COMMANDS: dict[str, Callable[..., Any]] = {
     "generate": generate,
     "chat": chat,
@@ -210,13 +237,18 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "compare": compare,
     "doctor": doctor,
     "simulate": simulate,
+    "serve": serve,
 }
 DATA_COMMANDS: dict[str, Callable[..., Any]] = {"show": show, "prepare": prepare}
 
 
 def load_recipe(kind: type[S], path: Path, overrides: tuple[str, ...]) -> S:
     """A TOML recipe with `dotted.key=value` overrides; values are TOML, bare words are strings. Raises ConfigError."""
-    data = read_toml(path)
+    return kind.from_dict(overridden(read_toml(path), overrides), str(path))
+
+
+def overridden(data: dict[str, Any], overrides: tuple[str, ...]) -> dict[str, Any]:
+    """The data of a recipe with `dotted.key=value` overrides put in. Raises ConfigError."""
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator:
@@ -226,7 +258,7 @@ def load_recipe(kind: type[S], path: Path, overrides: tuple[str, ...]) -> S:
         for parent in parents:
             place = place.setdefault(parent, {})
         place[last] = parse_value(text)
-    return kind.from_dict(data, str(path))
+    return data
 
 
 def parse_value(text: str) -> Any:

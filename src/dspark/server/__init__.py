@@ -1,0 +1,1 @@
+"""The server: OpenAI's API over one engine."""

@@ -1,0 +1,188 @@
+"""What requests may hold. A field that is not listed, or listed and not honoured, is answered 400."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SEEDS = {"ge": -(2**63), "le": 2**63 - 1}
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Body(BaseModel):
+    """Base of everything that comes in: no unknown field, no conversion of types. A null is as good as nothing."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """Of streams alone."""
+
+    include_usage: bool = False  # a last chunk with the counts of tokens
+
+
+class SpeculativeOptions(Body):
+    """How this request is decoded. The text does not depend on it."""
+
+    # off: plainly; static, adaptive: as the server's engine plans its rounds, which must be of that kind
+    mode: Literal["off", "static", "adaptive"] | None = None
+    max_draft: int | None = Field(None, ge=0)  # verify at most so many drafts a round; 0 = plainly
+    threshold: float | None = Field(None, ge=0, le=1)  # of the confidence that a draft must have to be verified
+    origins: bool = False  # list each token's text and origin (prefill, accepted, bonus) in the answer
+
+
+class StructuredOutputs(Body):
+    """What the whole answer must be: one of these."""
+
+    json_schema: dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[Text] | None = Field(None, min_length=1)
+    grammar: str | None = None  # Lark or GBNF
+
+
+class SamplingFields(Body):
+    """What chat and text completions share."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = None
+    seed: int | None = Field(None, **SEEDS)
+    stop: Text | list[Text] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = Field(None, max_length=512)  # who asks: written to the log
+    # Beyond OpenAI's own, by the names that other open servers use.
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[Text] | None = None
+    priority: int = Field(0, ge=-1000, le=1000)  # lower ones are served first
+    structured_outputs: StructuredOutputs | None = None
+    speculative: SpeculativeOptions = SpeculativeOptions()
+
+
+class CompletionRequest(SamplingFields):
+    """Body of `/v1/completions`."""
+
+    prompt: Text | Annotated[list[Text], Field(min_length=1)] | list[int] | list[list[int]]
+    logprobs: int | None = None  # list so many of the likeliest tokens beside each token
+
+
+class TextPart(Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Body):
+    """The function of a call; `arguments` is JSON text."""
+
+    name: Text
+    arguments: str
+
+
+class ToolCallPart(Body):
+    """A call that an assistant's message made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallPart] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class FunctionTool(Body):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(Body):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Body):
+    """A schema for the answer."""
+
+    name: Text
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What the answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class ChatRequest(SamplingFields):
+    """Body of `/v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of the chat template, as enable_thinking
+
+
+class TokenizeRequest(Body):
+    """Body of `/tokenize`: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """Body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]

@@ -1,0 +1,107 @@
+"""A real server on a free port of this machine, over a tiny target and drafter."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+from tiny_chat import write_chat_target
+
+from dspark.drafters.config import DrafterConfig
+from dspark.drafters.factory import make_drafter
+from dspark.engine.engine import Engine
+from dspark.models.target import Target, load_target
+from dspark.server.config import ServeSettings
+from dspark.server.engine_thread import EngineThread
+from dspark.server.run import Server, listen
+from dspark.server.service import Service
+
+
+@dataclass
+class Served:
+    """A server under test."""
+
+    server: Server
+    base: str
+
+    @property
+    def service(self) -> Service:
+        return self.server.service
+
+    @property
+    def engine(self) -> Engine:
+        return self.service.engine.engine
+
+    def client(self, api_key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.base}/v1", api_key=api_key, max_retries=0, timeout=20)
+
+
+@contextmanager
+def serving(engine: Engine, **settings: object) -> Iterator[Served]:
+    """A server over an engine, closed at the end."""
+    service = Service(ServeSettings.from_dict({"served_name": "tiny"} | settings, "test"), EngineThread(engine))
+    server = Server(service)
+    with listen("127.0.0.1", 0) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            wait_for(lambda: server.started)
+            yield Served(server, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return load_target(write_chat_target(Path(tmp_path_factory.mktemp("chat")), std=0.3), dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def make_engine(target: Target) -> Callable[..., Engine]:
+    """make_engine(**settings) -> an engine with a tiny drafter, four drafts a round."""
+
+    def make(**settings: object) -> Engine:
+        torch.manual_seed(11)
+        c = target.config
+        drafter = DrafterConfig(
+            vocab_size=c.vocab_size,
+            hidden_size=c.hidden_size,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            rope=c.rope,
+            max_position_embeddings=c.max_position_embeddings,
+            num_target_layers=c.num_hidden_layers,
+            target_layer_ids=(-1, 0),
+            block_size=4,
+            mask_token_id=1,
+            markov_rank=4,
+        )
+        given = ServeSettings.from_dict({"engine": {"max_length": 200} | settings}, "test")
+        return Engine(target, make_drafter(drafter, target.decoder).prepare(), given.engine_settings)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def served(make_engine: Callable[..., Engine]) -> Iterator[Served]:
+    with serving(make_engine()) as running:
+        yield running
+        running.engine.check_integrity()
+        assert not running.engine.has_work()
