@@ -5,19 +5,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import openai
 import pytest
 import torch
-from tiny_chat import write_chat_target
+from tiny_tokenizer import EOS, byte_tokenizer
 
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.factory import make_drafter
 from dspark.engine.engine import Engine
+from dspark.models.config import DecoderConfig
+from dspark.models.decoder import Decoder
 from dspark.models.target import Target, load_target
+from dspark.models.weights import save_decoder
 from dspark.server.config import ServeSettings
-from dspark.server.engine_thread import EngineThread
 from dspark.server.run import Server, listen
 from dspark.server.service import Service
 
@@ -44,7 +45,7 @@ class Served:
 @contextmanager
 def serving(engine: Engine, **settings: object) -> Iterator[Served]:
     """A server over an engine, closed at the end."""
-    service = Service(ServeSettings.from_dict({"served_name": "tiny"} | settings, "test"), EngineThread(engine))
+    service = Service(ServeSettings.from_dict({"served_name": "tiny"} | settings, "test"), engine)
     server = Server(service)
     with listen("127.0.0.1", 0) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -65,9 +66,40 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
         time.sleep(0.01)
 
 
+TEMPLATE = (  # knows tools, in the form of Hermes, and one variable
+    "{% if tools %}tools: {{ tools | tojson }}\nanswer with <tool_call>\n{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}quick\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return load_target(write_chat_target(Path(tmp_path_factory.mktemp("chat")), std=0.3), dtype="float32")
+    """A random target whose tokens are bytes."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    config = DecoderConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=260,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=1024,
+        layer_types=("full_attention",) * 2,
+        eos_token_ids=(EOS,),
+    )
+    torch.manual_seed(3)
+    decoder = Decoder(config)
+    for weight in decoder.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    save_decoder(decoder, tokenizer, path)
+    return load_target(path, dtype="float32")
 
 
 @pytest.fixture(scope="session")
@@ -90,10 +122,10 @@ def make_engine(target: Target) -> Callable[..., Engine]:
             num_target_layers=c.num_hidden_layers,
             target_layer_ids=(-1, 0),
             block_size=4,
-            mask_token_id=1,
+            mask_token_id=259,
             markov_rank=4,
         )
-        given = ServeSettings.from_dict({"engine": {"max_length": 200} | settings}, "test")
+        given = ServeSettings.from_dict({"engine": {"max_length": 600} | settings}, "test")
         return Engine(target, make_drafter(drafter, target.decoder).prepare(), given.engine_settings)
 
     return make

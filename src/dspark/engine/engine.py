@@ -17,7 +17,7 @@ from dspark.engine.grammar import Grammars
 from dspark.engine.planning import Planner
 from dspark.engine.prefix import PrefixIndex
 from dspark.engine.profile import costs_of
-from dspark.engine.request import Completion, Origin, Request, SamplingParams, TokenLogprob
+from dspark.engine.request import Completion, Origin, Request, RoundRecord, SamplingParams, TokenLogprob
 from dspark.engine.round import Emission, Round
 from dspark.engine.runner import Runner, num_window_positions
 from dspark.engine.scheduler import Scheduler
@@ -39,6 +39,7 @@ class StepOutput:
     completion: Completion | None = None
     index: int = 0  # which of the request's n answers
     logprobs: list[TokenLogprob] | None = None  # one a token, where asked for
+    round: RoundRecord | None = None  # of the round that put it out, where rounds are recorded
 
     @property
     def finished(self) -> bool:
@@ -197,8 +198,10 @@ class Engine:
             self.stats.output_tokens += len(token_ids)
             if token_ids or text or completion:
                 asked = None if request.params.logprobs is None else logprobs
+                decoded = bool(origins) and origins[-1] != "prefill"
+                record = request.round_records[-1] if decoded and request.round_records else None
                 outputs.append(
-                    StepOutput(request.request_id, token_ids, text, origins, completion, request.index, asked)
+                    StepOutput(request.request_id, token_ids, text, origins, completion, request.index, asked, record)
                 )
         return outputs
 

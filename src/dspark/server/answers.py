@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -91,3 +92,8 @@ class Answers:
         async for _ in self:
             pass
         return [self.completions[choice] for choice in range(self.num_answers)]
+
+
+def new_name(kind: str) -> str:
+    """A name for a job: `kind-…`."""
+    return f"{kind}-{secrets.token_hex(12)}"

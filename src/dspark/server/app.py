@@ -5,26 +5,47 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 import dspark
 from dspark.server.errors import install_handlers
-from dspark.server.routes import chat, models, operations
+from dspark.server.middleware import RequestContext, check_key
+from dspark.server.routes import chat, completions, models, operations, tokens
 from dspark.server.service import Service
 
 
-def make_app(service: Service) -> FastAPI:
+def make_app(service: Service) -> ASGIApp:
     """Every endpoint of a service. The engine's thread runs as long as the app does."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.engine.start()
         yield
+        service.rounds.close()
         await service.engine.stop()
 
-    app = FastAPI(title="dspark", version=dspark.__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    settings = service.settings
+    app = FastAPI(
+        title="dspark",
+        version=dspark.__version__,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        max_body_size=settings.limits.max_body_bytes,
+    )
     app.state.service = service
     install_handlers(app)
-    for routes in (chat, models, operations):
-        app.include_router(routes.router)
-    return app
+    app.include_router(operations.router)
+    for router in (chat.router, completions.router, models.router, tokens.router, operations.watching):
+        app.include_router(router, dependencies=[Depends(check_key)])
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return RequestContext(app, service.metrics)

@@ -36,7 +36,6 @@ class EngineThread:
         self._begun: dict[Answers, asyncio.Future[None]] = {}  # those that the engine has not taken yet
         self._stopping = False  # set and read on the thread
         self._thread = threading.Thread(target=self._run, name="dspark-engine", daemon=True)
-        self._failed = asyncio.Event()
 
     def start(self) -> None:
         """Begin to serve."""
@@ -83,10 +82,6 @@ class EngineThread:
             if not taken.done():
                 taken.set_exception(error)
 
-    async def wait_failed(self) -> None:
-        """Return when the engine has failed."""
-        await self._failed.wait()
-
     async def stop(self) -> None:
         """End the thread after the step that runs now."""
         self.fail_all(EngineGone("the server is shutting down"))
@@ -106,7 +101,7 @@ class EngineThread:
                 if self.engine.has_work() and not self._stopping:
                     outputs = self.engine.step()
                     self._tell(self._deliver, outputs, self.engine.load)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - whatever ends the thread ends the server, and clients are told
             _log.critical("the engine failed", exc_info=True)
             self._tell(self._fail, error)
 
@@ -127,7 +122,7 @@ class EngineThread:
         try:
             for name, prompt in zip(job.engine_names, job.prompts, strict=True):
                 begun.append(self.engine.submit(prompt, job.params, name, job.priority))
-        except Exception as error:  # whatever a request brings about is its own affair: the others go on
+        except Exception as error:  # noqa: BLE001 - what a request brings about is its own affair: the others go on
             if not isinstance(error, DsparkError):
                 _log.error("a request broke the engine's submit", exc_info=True)
             for name in begun:
@@ -164,7 +159,6 @@ class EngineThread:
 
     def _fail(self, error: BaseException) -> None:
         self.failure = error
-        self._failed.set()
         self.fail_all(EngineGone("the engine failed: restart the server; its log says why"))
 
 

@@ -13,9 +13,6 @@ from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
 from dspark.errors import DsparkError
-from dspark.log import get_logger
-
-_log = get_logger(__name__)
 
 _TYPES = {
     400: "invalid_request_error",
@@ -77,8 +74,7 @@ def install_handlers(app: FastAPI) -> None:
         return ApiError(error.status_code, f"{where}: {error.detail}", headers=error.headers).response()
 
     @app.exception_handler(Exception)
-    async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-        _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    async def _unexpected(_: Request, __: Exception) -> JSONResponse:  # uvicorn logs it
         return ApiError(500, "the server failed at this request; its log says why", code="internal_error").response()
 
 

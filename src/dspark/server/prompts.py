@@ -32,9 +32,9 @@ def render(chat: ChatTemplate, messages: Sequence[Message], opening: str = "") -
         raise bad_request(f"messages: {error}", "messages") from None
 
 
-def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of plain text, with what the tokenizer puts before every text."""
-    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+def text_ids(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of plain text, by default with what the tokenizer puts before every text."""
+    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     return ids
 
 

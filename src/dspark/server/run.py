@@ -13,10 +13,10 @@ import uvicorn
 from dspark.engine.pair import open_engine
 from dspark.errors import ConfigError
 from dspark.log import get_logger
+from dspark.server import logs
 from dspark.server.answers import EngineGone
 from dspark.server.app import make_app
 from dspark.server.config import ServeSettings
-from dspark.server.engine_thread import EngineThread
 from dspark.server.service import Service
 
 _log = get_logger(__name__)
@@ -30,6 +30,7 @@ def serve(settings: ServeSettings) -> None:
 
     Raises ConfigError where the address is taken, CheckpointError where the models do not load.
     """
+    logs.configure(settings.log_format)
     listener = listen(settings.host, settings.port)  # before minutes of loading
     with listener:
         _log.info("loading %s", settings.model.target)
@@ -37,7 +38,7 @@ def serve(settings: ServeSettings) -> None:
         device = "cuda" if settings.device == "auto" and torch.cuda.is_available() else settings.device
         engine = open_engine(settings.model, settings.engine_settings, "cpu" if device == "auto" else device)
         _log.info("loaded in %.1f s", time.perf_counter() - started)
-        service = Service(settings, EngineThread(engine))
+        service = Service(settings, engine)
         server = Server(service)
         announce(service, listener)
         server.run(sockets=[listener])
@@ -120,7 +121,7 @@ def announce(service: Service, listener: socket.socket) -> None:
         _log.warning("host %s: other machines can use this server without an API key; set DSPARK_API_KEY", host)
     base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     key = "none" if settings.api_key is None else "YOUR_KEY"
-    sys.stderr.write(
+    logs.say(
         f"""
 dspark serves {settings.name} at {base}
 
@@ -133,4 +134,3 @@ dspark serves {settings.name} at {base}
 
 """
     )
-    sys.stderr.flush()

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from dspark.engine.engine import Engine
 from dspark.engine.request import SamplingParams
 from dspark.server.config import LimitSettings
-from dspark.server.errors import ApiError, bad_request, describe
-from dspark.server.schemas import SamplingFields, SpeculativeOptions
+from dspark.server.errors import ApiError, bad_request, describe, named_field
+from dspark.server.schemas import ChatRequest, ResponseFormat, SamplingFields, SpeculativeOptions
 
-_SAME = (
+_SAME = (  # fields that mean the same to the engine
     "n",
     "top_p",
     "seed",
@@ -27,6 +27,7 @@ _SAME = (
     "stop_token_ids",
     "bad_words",
 )
+_GRAMMARS = ("json_schema", "regex", "choice", "grammar")
 _OPENAI_TEMPERATURE = 1.0  # what OpenAI's API takes where a request says nothing
 
 
@@ -43,7 +44,10 @@ def sampling_params(
     if fields.logit_bias:
         given["logit_bias"] = _bias(fields.logit_bias)
     if fields.structured_outputs is not None:
-        given |= {k: v for k, v in fields.structured_outputs.model_dump().items() if v is not None}
+        grammars = {k: v for k, v in fields.structured_outputs.model_dump().items() if v is not None}
+        if len(grammars) != 1:
+            raise bad_request("structured_outputs: give one of json, regex, choice, grammar", "structured_outputs")
+        given |= grammars
     given |= _speculative(fields.speculative, engine)
     given |= {name: value for name, value in others.items() if value is not None}
     if fields.stream_options is not None and not fields.stream:
@@ -51,7 +55,47 @@ def sampling_params(
     try:
         return SamplingParams.model_validate(given)
     except ValidationError as error:
-        raise describe(error.errors()) from None
+        raise renamed(describe(error.errors()), fields) from None
+
+
+def response_schema(given: ResponseFormat | None) -> dict[str, Any] | None:
+    """The JSON schema that a response_format asks for. Raises ApiError where it is incomplete."""
+    if given is None:
+        return None
+    if (given.json_schema is not None) != (given.type == "json_schema"):
+        raise bad_request(
+            "response_format.json_schema: it goes with type json_schema, and that with it",
+            "response_format.json_schema",
+        )
+    match given.type:
+        case "text":
+            return None
+        case "json_object":
+            return {"type": "object"}
+    assert given.json_schema is not None
+    if given.json_schema.json_schema is None:
+        raise bad_request("response_format.json_schema.schema: missing", "response_format.json_schema.schema")
+    return given.json_schema.json_schema
+
+
+def renamed(error: ApiError, fields: SamplingFields) -> ApiError:
+    """The same error, its `param` the name that this request has for the engine's field."""
+    name = error.param or named_field(error, (*SamplingParams.model_fields, "prompt"))
+    if name is None:
+        return error
+    head, _, rest = name.partition(".")
+    chat = isinstance(fields, ChatRequest)
+    if head in _GRAMMARS:
+        forced = fields.structured_outputs is None
+        head = "response_format" if forced else f"structured_outputs.{'json' if head == 'json_schema' else head}"
+        rest = ""
+    elif head == "prompt" and chat:
+        head = "messages"
+    elif head == "logprobs" and chat:
+        head = "top_logprobs"
+    elif head == "max_tokens" and isinstance(fields, ChatRequest) and fields.max_completion_tokens is not None:
+        head = "max_completion_tokens"
+    return ApiError(error.status, str(error), f"{head}.{rest}" if rest else head, error.code, error.headers)
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
-class ClientGone(Exception):  # noqa: N818
+class ClientGone(Exception):
     """The client closed the connection before its answer was done."""
 
 

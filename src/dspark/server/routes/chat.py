@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 
 from fastapi import APIRouter, Request, Response
 
 from dspark.data.chat import ChatTemplate
-from dspark.engine.engine import StepOutput
-from dspark.engine.request import Completion
-from dspark.server.answers import Job
-from dspark.server.prompts import check_length, messages_of, render
-from dspark.server.reply import Json
-from dspark.server.sampling import sampling_params
+from dspark.server.answers import Job, new_name
+from dspark.server.chat_shape import ChatShape
+from dspark.server.errors import bad_request
+from dspark.server.prompts import messages_of, render
+from dspark.server.run_job import run_job
+from dspark.server.sampling import response_schema, sampling_params
 from dspark.server.schemas import ChatRequest
-from dspark.server.service import Service, check_answers, new_name
+from dspark.server.service import Service
+from dspark.server.tools import ToolUse, tool_use
 
 router = APIRouter()
 
@@ -24,44 +25,53 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service
     service.check_model(body.model)
-    messages = messages_of(body.messages)
-    chat = ChatTemplate(service.tokenizer, body.chat_template_kwargs or {})
-    size = sum(len(message.content) for message in messages)
-    prompt = await service.tokenise(lambda: render(chat, messages), size)
-    check_length(prompt, service.limit, "messages")
-    room = service.limit - len(prompt)
-    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    chat = chat_template(service, body)
+    use = tool_use(body, chat)
+    prompt = await prompt_ids(service, chat, body, use)
+    service.check_prompts([prompt], body.n, "messages")
     params = sampling_params(
-        body, service.engine.engine, service.settings.limits, room if max_tokens is None else max_tokens
+        body,
+        service.engine.engine,
+        service.settings.limits,
+        _max_tokens(body) or service.limit - len(prompt),
+        json_schema=use.schema or response_schema(body.response_format),
+        logprobs=_num_logprobs(body),
     )
-    check_answers([prompt], params.n, service.settings.limits.max_answers)
     job = Job(new_name("chatcmpl"), [prompt], params, body.priority, bool(body.stream))
-    return await service.answer(request, body, job, ChatShape())
+    shape = ChatShape(service.tokenizer, params, use, service.stop_ids(params), body.speculative.origins)
+    return await run_job(request, body, job, shape)
 
 
-class ChatShape:
-    """Choices as messages."""
+def chat_template(service: Service, body: ChatRequest) -> ChatTemplate:
+    """The target's template with the request's variables. Raises ApiError for one that the template does not read."""
+    template = str(service.tokenizer.chat_template or "")
+    for name in body.chat_template_kwargs or {}:
+        if name in ("messages", "tools", "add_generation_prompt") or not re.search(rf"\b{re.escape(name)}\b", template):
+            where = f"chat_template_kwargs.{name}"
+            raise bad_request(f"{where}: the target's chat template reads no such variable; leave it out", where)
+    return ChatTemplate(service.tokenizer, body.chat_template_kwargs or {})
 
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
 
-    def __init__(self) -> None:
-        self._begun: set[int] = set()
+async def prompt_ids(service: Service, chat: ChatTemplate, body: ChatRequest, use: ToolUse) -> list[int]:
+    """Token ids of the conversation, up to where the answer begins."""
+    messages = use.told(messages_of(body.messages))
+    chat = chat.with_tools(use.in_template)
+    size = sum(len(message.content) for message in messages)
+    return await service.aside(lambda: render(chat, messages, use.opening), size)
 
-    def choice(self, index: int, completion: Completion) -> Json:
-        """A finished message."""
-        message = {"role": "assistant", "content": completion.text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": completion.finish_reason}
 
-    def pieces(self, index: int, output: StepOutput) -> Iterator[Json]:
-        """The role first, then words, and at the end the finish reason alone."""
-        if index not in self._begun:
-            self._begun.add(index)
-            yield self._piece(index, {"role": "assistant", "content": ""})
-        if output.text_delta:
-            yield self._piece(index, {"content": output.text_delta})
-        if output.completion is not None:
-            yield self._piece(index, {}, output.completion.finish_reason)
+def _max_tokens(body: ChatRequest) -> int | None:
+    given, older = body.max_completion_tokens, body.max_tokens
+    if given is not None and older is not None and given != older:
+        raise bad_request("max_tokens: it differs from max_completion_tokens; give one of them", "max_tokens")
+    found = older if given is None else given
+    if found is not None and found < 1:
+        name = "max_tokens" if given is None else "max_completion_tokens"
+        raise bad_request(f"{name}: it is {found}; ask for at least one token", name)
+    return found
 
-    def _piece(self, index: int, delta: Json, finish_reason: str | None = None) -> Json:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+def _num_logprobs(body: ChatRequest) -> int | None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs: it goes with logprobs true alone", "top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
