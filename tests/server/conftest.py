@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import openai
@@ -13,6 +13,7 @@ from tiny_tokenizer import EOS, byte_tokenizer
 
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.factory import make_drafter
+from dspark.engine.config import EngineSettings
 from dspark.engine.engine import Engine
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder
@@ -67,10 +68,11 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
 
 
 TEMPLATE = (  # knows tools, in the form of Hermes, and one variable
-    "{% if tools %}tools: {{ tools | tojson }}\nanswer with <tool_call>\n{% endif %}"
-    "{% if enable_thinking is defined and not enable_thinking %}quick\n{% endif %}"
+    "{% if tools %}tools: {{ tools | tojson }} answer with <tool_call>{{ '\n' }}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}quick{{ '\n' }}{% endif %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}\n{% endfor %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
@@ -125,8 +127,8 @@ def make_engine(target: Target) -> Callable[..., Engine]:
             mask_token_id=259,
             markov_rank=4,
         )
-        given = ServeSettings.from_dict({"engine": {"max_length": 600} | settings}, "test")
-        return Engine(target, make_drafter(drafter, target.decoder).prepare(), given.engine_settings)
+        given = EngineSettings.from_dict({"max_length": 600, "record_rounds": True} | settings, "test")
+        return Engine(target, make_drafter(drafter, target.decoder).prepare(), given)
 
     return make
 
@@ -137,3 +139,18 @@ def served(make_engine: Callable[..., Engine]) -> Iterator[Served]:
         yield running
         running.engine.check_integrity()
         assert not running.engine.has_work()
+
+
+@pytest.fixture
+def make_served(make_engine: Callable[..., Engine]) -> Callable[..., AbstractContextManager[Served]]:
+    """make_served(engine={...}, **settings) -> a server of its own, as a context."""
+
+    @contextmanager
+    def make(engine: dict[str, object] | None = None, **settings: object) -> Iterator[Served]:
+        limits = settings.get("limits", {})
+        ours = make_engine(**(engine or {}), max_waiting=limits.get("max_waiting", 128))
+        with serving(ours, **settings) as running:
+            yield running
+            ours.check_integrity()
+
+    return make

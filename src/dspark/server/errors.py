@@ -21,7 +21,6 @@ _TYPES = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
-_BRANCHES = ("str", "int", "float", "bool", "dict", "constrained-str", "constrained-int")
 
 
 class ApiError(DsparkError):
@@ -91,6 +90,8 @@ def describe(errors: Sequence[Any], prefix: tuple[str, ...] = ()) -> ApiError:
             problem = f"{param}: this server knows no such field, and honours what it accepts; leave it out"
         case "missing":
             problem = f"{param}: missing; give it a value" if param else "the body is missing: send JSON"
+        case "union_tag_invalid":
+            problem = f"{param}: not a kind of value that may stand here"
         case "value_error":
             problem = f"{param}: {first['ctx']['error']}" if param else str(first["ctx"]["error"])
         case _:
@@ -106,4 +107,4 @@ def named_field(error: DsparkError, names: Collection[str]) -> str | None:
 
 def _is_branch(part: object) -> bool:
     """Whether a part of a location names a branch of a union, not a field."""
-    return isinstance(part, str) and (part in _BRANCHES or "[" in part)
+    return isinstance(part, str) and part.startswith("[")

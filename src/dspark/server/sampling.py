@@ -43,6 +43,9 @@ def sampling_params(
     given["max_tokens"] = max_tokens if limits.max_tokens is None else min(max_tokens, limits.max_tokens)
     if fields.logit_bias:
         given["logit_bias"] = _bias(fields.logit_bias)
+    vocab_size = engine.target.config.vocab_size
+    if not all(0 <= token < vocab_size for token in fields.stop_token_ids or ()):
+        raise bad_request(f"stop_token_ids: one is outside 0..{vocab_size - 1}", "stop_token_ids")
     if fields.structured_outputs is not None:
         grammars = {k: v for k, v in fields.structured_outputs.model_dump().items() if v is not None}
         if len(grammars) != 1:
@@ -95,7 +98,11 @@ def renamed(error: ApiError, fields: SamplingFields) -> ApiError:
         head = "top_logprobs"
     elif head == "max_tokens" and isinstance(fields, ChatRequest) and fields.max_completion_tokens is not None:
         head = "max_completion_tokens"
-    return ApiError(error.status, str(error), f"{head}.{rest}" if rest else head, error.code, error.headers)
+    param = f"{head}.{rest}" if rest else head
+    message = str(error)
+    if message.startswith(name) and not message.startswith(param):
+        message = param + message.removeprefix(name)
+    return ApiError(error.status, message, param, error.code, error.headers)
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 SEEDS = {"ge": -(2**63), "le": 2**63 - 1}
 Text = Annotated[str, Field(min_length=1)]
+
+
+def _branch(value: object) -> str:
+    """Which branch of a union a value belongs to, so that a fault is told of that branch alone."""
+    if isinstance(value, list):
+        inner = value[0] if value else ""
+        return "[lists]" if isinstance(inner, list) else "[numbers]" if isinstance(inner, int) else "[list]"
+    return "[object]" if isinstance(value, dict) else "[text]"
+
+
+Union = Discriminator(_branch)
 
 
 class Body(BaseModel):
@@ -52,7 +63,7 @@ class SamplingFields(Body):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = None
     seed: int | None = Field(None, **SEEDS)
-    stop: Text | list[Text] | None = None
+    stop: Annotated[Annotated[Text, Tag("[text]")] | Annotated[list[Text], Tag("[list]")], Union] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -73,7 +84,13 @@ class SamplingFields(Body):
 class CompletionRequest(SamplingFields):
     """Body of `/v1/completions`."""
 
-    prompt: Text | Annotated[list[Text], Field(min_length=1)] | list[int] | list[list[int]]
+    prompt: Annotated[
+        Annotated[Text, Tag("[text]")]
+        | Annotated[list[Text], Tag("[list]")]
+        | Annotated[list[int], Tag("[numbers]")]
+        | Annotated[list[list[int]], Tag("[lists]")],
+        Union,
+    ]
     logprobs: int | None = None  # list so many of the likeliest tokens beside each token
 
 
@@ -103,7 +120,7 @@ class ChatMessage(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: Annotated[Annotated[str, Tag("[text]")] | Annotated[list[TextPart], Tag("[list]")], Union] | None = None
     name: str | None = None
     tool_calls: list[ToolCallPart] | None = None
     tool_call_id: str | None = None
@@ -164,7 +181,12 @@ class ChatRequest(SamplingFields):
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("[text]")] | Annotated[NamedTool, Tag("[object]")], Union
+        ]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # variables of the chat template, as enable_thinking
 
