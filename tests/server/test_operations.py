@@ -57,13 +57,13 @@ def test_metrics_count_what_was_done(http, served):
     )
     assert grown["dspark_request_success_total/length"] == 1
     assert grown["dspark_time_to_first_token_seconds_count"] == 1
-    assert grown["dspark_http_requests_total//v1/chat/completions/POST/200"] == 1
-    assert grown["dspark_http_requests_total//v1/chat/completions/POST/400"] == 1
+    assert grown["dspark_http_requests_total/POST//v1/chat/completions/200"] == 1
+    assert grown["dspark_http_requests_total/POST//v1/chat/completions/400"] == 1
     for phase in ("prefill", "draft", "verify", "accept", "commit"):
         assert grown[f"dspark_phase_seconds_total/{phase}"] > 0
     assert after["dspark_num_requests_running"] == after["dspark_num_requests_waiting"] == 0
     assert after["dspark_kv_cache_usage_perc"] == after["dspark_engine_failed"] == after["dspark_draining"] == 0
-    assert 0 < after["dspark_spec_decode_verify_budget"] <= 4
+    assert after["dspark_spec_decode_verify_budget"] == served.service.rounds.recent[-1].budget
 
 
 def test_request_ids_are_taken_and_made(http):

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 import dspark
 from dspark.server.errors import install_handlers
-from dspark.server.middleware import RequestContext, check_key
+from dspark.server.middleware import BodyLimit, RequestContext, check_key
 from dspark.server.routes import chat, completions, models, operations, tokens
 from dspark.server.service import Service
 
@@ -33,7 +33,6 @@ def make_app(service: Service) -> ASGIApp:
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
-        max_body_size=settings.limits.max_body_bytes,
     )
     app.state.service = service
     install_handlers(app)
@@ -48,4 +47,5 @@ def make_app(service: Service) -> ASGIApp:
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id", "retry-after"],
         )
+    app.add_middleware(BodyLimit, max_bytes=settings.limits.max_body_bytes)
     return RequestContext(app, service.metrics)

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dspark.log import get_logger
@@ -61,6 +62,33 @@ class RequestContext:
             _log.log(level, "%s %s", method, path, extra=extra)
             logs.request_id.reset(token)
         return None
+
+
+class BodyLimit:
+    """Refuses bodies that are too long: by the length that they announce, or once so much of them has come."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer over ASGI."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        error = HTTPException(413, f"the body is longer than the {self.max_bytes} bytes that it may have")
+        announced = Headers(scope=scope).get("content-length", "")
+        num_bytes = int(announced) if announced.isdecimal() else 0
+
+        async def receive_some() -> Message:
+            nonlocal num_bytes
+            if num_bytes > self.max_bytes:
+                raise error
+            message = await receive()
+            if not announced:
+                num_bytes += len(message.get("body", b""))
+            return message
+
+        return await self.app(scope, receive_some, send)
 
 
 async def check_key(request: Request) -> None:
