@@ -102,12 +102,15 @@ class Server(uvicorn.Server):
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket bound to the address. Raises ConfigError where that is not possible."""
+    listener = None
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
+        if listener is not None:
+            listener.close()
         raise ConfigError(
             f"host {host!r}, port {port}: cannot listen there ({error.strerror}); choose others"
         ) from None
