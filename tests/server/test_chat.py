@@ -65,6 +65,10 @@ def test_speculation_changes_no_word(client):
     assert plain.choices[0].message.content == whole.choices[0].message.content
     assert (plain.speculative["rounds"], plain.speculative["accepted_length"]) == (0, None)
     assert ask(client, {"speculative": {"max_draft": 0}}).speculative["rounds"] == 0
+    narrow = ask(client, {"speculative": {"max_draft": 2}})
+    assert narrow.choices[0].message.content == whole.choices[0].message.content
+    assert 0 < narrow.speculative["drafted"] <= 2 * narrow.speculative["rounds"]
+    assert whole.speculative["drafted"] > 2 * whole.speculative["rounds"]
     assert ask(client, {"speculative": {"mode": "static"}}).speculative["rounds"] > 0
 
 

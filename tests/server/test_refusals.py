@@ -48,7 +48,7 @@ SHARED = [
     ({"speculative": {"mode": "sometimes"}}, "speculative.mode"),
     ({"speculative": {"mode": "adaptive"}}, "speculative.mode"),
     ({"speculative": {"threshold": 0.5}}, "speculative.threshold"),
-    ({"speculative": {"max_draft": 2}}, "speculative.max_draft"),
+    ({"speculative": {"max_draft": -1}}, "speculative.max_draft"),
     ({"speculative": {"tree": True}}, "speculative.tree"),
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex"),

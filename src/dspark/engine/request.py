@@ -55,6 +55,7 @@ class SamplingParams(Settings):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     ignore_eos: bool = False
     speculate: bool = True  # False: plain decoding for this request
+    num_draft_tokens: int | None = Field(None, ge=1)  # verify at most so many drafts a round; None = the engine's limit
 
     @field_validator("stop", "bad_words", mode="before")
     @classmethod
@@ -195,6 +196,12 @@ class Request:
     def num_tokens_left(self) -> int:
         """Tokens that may still be put out."""
         return min(self.params.max_tokens, self.limit - len(self.prompt_ids)) - len(self.token_ids)
+
+    @property
+    def max_rows(self) -> int:
+        """Verify rows, the anchor's counted, that a round may use: tokens still to come, and the request's own limit."""
+        limit = self.params.num_draft_tokens
+        return self.num_tokens_left if limit is None else min(self.num_tokens_left, limit + 1)
 
     @property
     def max_positions(self) -> int:

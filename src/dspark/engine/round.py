@@ -104,7 +104,7 @@ class Round:
 
     def begin(self, requests: list[Request]) -> RoundPlan:
         """Choose whom to draft for. Verify lengths end where a request wants or may hold no more tokens."""
-        wanted = torch.tensor([request.num_tokens_left for request in requests])
+        wanted = torch.tensor([request.max_rows for request in requests])
         room = torch.tensor([request.limit - request.seq_len for request in requests])
         speculates = torch.tensor([request.speculates for request in requests])
         longest = static_plan(len(requests), self.runner.num_drafts, wanted, room).verify_lens

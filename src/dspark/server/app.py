@@ -23,7 +23,6 @@ def make_app(service: Service) -> ASGIApp:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.engine.start()
         yield
-        service.rounds.close()
         await service.engine.stop()
 
     settings = service.settings

@@ -52,7 +52,7 @@ class ChatShape:
         words, calls = reader.push(output.text_delta, last=output.finished)
         logprobs = self._logprobs(output.logprobs, output.completion)
         listed = self._listed(index, output.token_ids, output)
-        if words or logprobs or listed:
+        if words or listed or (logprobs and logprobs["content"]):
             yield _piece(index, {"content": words} if words else {}) | {"logprobs": logprobs} | listed
         if calls:
             yield _piece(index, {"tool_calls": calls})

@@ -31,7 +31,7 @@ class EngineThread:
         self.load = engine.load
         self.failure: BaseException | None = None
         self._on_step = on_step
-        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._live: dict[str, Answers] = {}  # by the engine's request id
         self._begun: dict[Answers, asyncio.Future[None]] = {}  # those that the engine has not taken yet
         self._stopping = False  # set and read on the thread

@@ -43,19 +43,18 @@ class TextLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """One line."""
-        values = "".join(f" {name}={value}" for name, value in _values(record).items())
-        return super().formatMessage(record) + values
+        return super().formatMessage(record) + "".join(
+            f" {name}={_as_word(value)}" for name, value in _values(record).items()
+        )
 
 
 class JsonLines(logging.Formatter):
     """One object a line: time (UTC), level, logger, message, and the values of the line."""
 
-    converter = time.gmtime
-
     def format(self, record: logging.LogRecord) -> str:
         """One line."""
         line: dict[str, Any] = {
-            "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z",
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -63,6 +62,12 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def _as_word(value: object) -> str:
+    """A value without blanks or line breaks of its own: what clients send cannot look like lines of the log."""
+    text = str(value)
+    return text if text.isascii() and text.isprintable() and " " not in text else json.dumps(text)
 
 
 def say(text: str) -> None:

@@ -8,6 +8,7 @@ import re
 import secrets
 import time
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
@@ -22,6 +23,7 @@ from dspark.server.metrics import Metrics
 _log = get_logger(__name__)
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")  # visible ASCII
+_METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")  # others would fill the metrics
 _QUIET = ("/health", "/ready", "/metrics")  # asked every few seconds: logged for debugging alone
 
 
@@ -54,7 +56,8 @@ class RequestContext:
             await self.app(scope, receive, send_with_id)
         finally:
             seconds = time.perf_counter() - started
-            path, method = scope["path"], scope["method"]
+            path = quote(scope["path"])
+            method = scope["method"] if scope["method"] in _METHODS else "other"
             known = getattr(scope.get("route"), "path", "unknown")  # or paths that nobody serves fill the metrics
             self.metrics.count_http(known, method, status, seconds)
             extra = logs.fields(status=status, seconds=round(seconds, 4), **details)
@@ -81,11 +84,12 @@ class BodyLimit:
 
         async def receive_some() -> Message:
             nonlocal num_bytes
+            if num_bytes <= self.max_bytes:
+                message = await receive()
+                if not announced:
+                    num_bytes += len(message.get("body", b""))
             if num_bytes > self.max_bytes:
                 raise error
-            message = await receive()
-            if not announced:
-                num_bytes += len(message.get("body", b""))
             return message
 
         return await self.app(scope, receive_some, send)

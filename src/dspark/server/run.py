@@ -40,7 +40,6 @@ def serve(settings: ServeSettings) -> None:
         _log.info("loaded in %.1f s", time.perf_counter() - started)
         service = Service(settings, engine)
         server = Server(service)
-        announce(service, listener)
         server.run(sockets=[listener])
     if server.failed:
         sys.exit(1)
@@ -67,6 +66,12 @@ class Server(uvicorn.Server):
         )
         self.service = service
         self._ends_at: float | None = None  # on the clock of time.monotonic
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, and tell where."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            announce(self.service, listener)
 
     @property
     def failed(self) -> bool:
@@ -97,7 +102,10 @@ class Server(uvicorn.Server):
                 self.should_exit = True
             elif self.service.draining and not self.service.num_requests:
                 self.should_exit = True
-        return await super().on_tick(counter)
+        closes = await super().on_tick(counter)
+        if closes:
+            self.service.rounds.close()  # or those who watch would keep their connections open
+        return closes
 
 
 def listen(host: str, port: int) -> socket.socket:

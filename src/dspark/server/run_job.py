@@ -76,7 +76,8 @@ class _Run:
                 ]
                 if answers.finished and not wants_usage:
                     chunks[-1]["speculative"] = figures(answers.completions.values())
-                yield b"".join(map(event, chunks))
+                if chunks:
+                    yield b"".join(map(event, chunks))
             if wants_usage:
                 done = answers.completions.values()
                 last = {"usage": usage(self.job, done), "speculative": figures(done)}

@@ -113,9 +113,7 @@ def _bias(given: dict[str, float]) -> dict[int, float]:
 
 
 def _speculative(asked: SpeculativeOptions, engine: Engine) -> dict[str, Any]:
-    """Whether to speculate; refuses what this engine does not do request by request."""
-    if asked.max_draft is not None and asked.max_draft > 0:
-        raise _not_honoured("max_draft", "drafts are bounded for the whole server (model.num_draft_tokens)")
+    """Whether to speculate, and how far; refuses what this engine does not do request by request."""
     if asked.threshold is not None:
         raise _not_honoured("threshold", "no threshold can be set for a request alone")
     if asked.mode in ("static", "adaptive"):
@@ -123,7 +121,8 @@ def _speculative(asked: SpeculativeOptions, engine: Engine) -> dict[str, Any]:
             raise _not_honoured("mode", "this server has no drafter: leave it out, or ask for off")
         if asked.mode == "adaptive":
             raise _not_honoured("mode", "this server plans static rounds")
-    return {"speculate": asked.mode != "off" and asked.max_draft != 0}
+    found: dict[str, Any] = {"speculate": asked.mode != "off" and asked.max_draft != 0}
+    return found | ({"num_draft_tokens": asked.max_draft} if asked.max_draft else {})
 
 
 def _not_honoured(name: str, why: str) -> ApiError:

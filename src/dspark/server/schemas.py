@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-SEEDS = {"ge": -(2**63), "le": 2**63 - 1}
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -62,7 +61,7 @@ class SamplingFields(Body):
     max_tokens: int | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = None
-    seed: int | None = Field(None, **SEEDS)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Annotated[Annotated[Text, Tag("[text]")] | Annotated[list[Text], Tag("[list]")], Union] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from dspark.engine.engine import Engine, StepOutput
 from dspark.engine.request import SamplingParams
+from dspark.engine.runner import num_window_positions
 from dspark.engine.stats import EngineLoad
 from dspark.models.tokenizer import Tokenizer
 from dspark.server.config import ServeSettings
@@ -46,8 +47,10 @@ class Service:
 
     @property
     def limit(self) -> int:
-        """Tokens of prompt and answer together."""
-        return self.engine.engine.limit
+        """Tokens of prompt and answer together: what the model holds, or the whole cache if that is less."""
+        engine = self.engine.engine
+        in_cache = self.engine.load.num_blocks * engine.settings.block_size - num_window_positions(engine.drafter)
+        return min(engine.limit, in_cache)
 
     @property
     def retry_seconds(self) -> int:
