@@ -199,7 +199,7 @@ class Request:
 
     @property
     def max_rows(self) -> int:
-        """Verify rows, the anchor's counted, that a round may use: tokens still to come, and the request's own limit."""
+        """Verify rows that a round may use, the anchor's counted: tokens still to come, and the request's own limit."""
         limit = self.params.num_draft_tokens
         return self.num_tokens_left if limit is None else min(self.num_tokens_left, limit + 1)
 
