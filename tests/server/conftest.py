@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 import openai
@@ -30,6 +30,7 @@ class Served:
 
     server: Server
     base: str
+    clients: ExitStack
 
     @property
     def service(self) -> Service:
@@ -40,7 +41,8 @@ class Served:
         return self.service.engine.engine
 
     def client(self, api_key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.base}/v1", api_key=api_key, max_retries=0, timeout=20)
+        client = openai.OpenAI(base_url=f"{self.base}/v1", api_key=api_key, max_retries=0, timeout=20)
+        return self.clients.enter_context(client)
 
 
 @contextmanager
@@ -53,7 +55,8 @@ def serving(engine: Engine, **settings: object) -> Iterator[Served]:
         thread.start()
         try:
             wait_for(lambda: server.started)
-            yield Served(server, f"http://127.0.0.1:{listener.getsockname()[1]}")
+            with ExitStack() as clients:
+                yield Served(server, f"http://127.0.0.1:{listener.getsockname()[1]}", clients)
         finally:
             server.should_exit = True
             thread.join(20)

@@ -50,6 +50,7 @@ def test_from_start_to_sigterm(target_path: str, tmp_path: Path):
         chunks = [next(stream)]
         process.send_signal(signal.SIGTERM)
         chunks += stream
+        client.close()
         assert chunks[-1].choices[0].finish_reason == "length"
         _, rest = process.communicate(timeout=20)
         assert process.returncode == 0
@@ -58,6 +59,7 @@ def test_from_start_to_sigterm(target_path: str, tmp_path: Path):
     finally:
         process.kill()
         process.wait()
+        process.stderr.close()
 
 
 def test_an_engine_that_fails_ends_the_process_with_code_1(make_engine, monkeypatch):

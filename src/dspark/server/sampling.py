@@ -115,12 +115,13 @@ def _bias(given: dict[str, float]) -> dict[int, float]:
 def _speculative(asked: SpeculativeOptions, engine: Engine) -> dict[str, Any]:
     """Whether to speculate, and how far; refuses what this engine does not do request by request."""
     if asked.threshold is not None:
-        raise _not_honoured("threshold", "no threshold can be set for a request alone")
+        raise _not_honoured("threshold", "how much is verified is planned for the whole batch (engine.planner)")
     if asked.mode in ("static", "adaptive"):
         if engine.drafter is None:
             raise _not_honoured("mode", "this server has no drafter: leave it out, or ask for off")
-        if asked.mode == "adaptive":
-            raise _not_honoured("mode", "this server plans static rounds")
+        planner = engine.settings.planner
+        if (asked.mode == "adaptive") != (planner != "static"):
+            raise _not_honoured("mode", f"rounds are planned for the whole batch here, by engine.planner {planner}")
     found: dict[str, Any] = {"speculate": asked.mode != "off" and asked.max_draft != 0}
     return found | ({"num_draft_tokens": asked.max_draft} if asked.max_draft else {})
 
