@@ -12,7 +12,7 @@ from starlette.types import ASGIApp
 import dspark
 from dspark.server.errors import install_handlers
 from dspark.server.middleware import BodyLimit, RequestContext, check_key
-from dspark.server.routes import chat, completions, models, operations, tokens
+from dspark.server.routes import chat, completions, models, operations, page, tokens
 from dspark.server.service import Service
 
 
@@ -36,6 +36,7 @@ def make_app(service: Service) -> ASGIApp:
     app.state.service = service
     install_handlers(app)
     app.include_router(operations.router)
+    app.include_router(page.router)
     for router in (chat.router, completions.router, models.router, tokens.router, operations.watching):
         app.include_router(router, dependencies=[Depends(check_key)])
     if settings.cors_origins:
