@@ -82,7 +82,7 @@ export class Chat {
       `${numTokens} tokens`,
       ...(rate === null ? [] : [`${rate.toFixed(1)} tok/s`]),
       ...(figures.rounds ? [`τ ${figures.accepted_length.toFixed(2)}`, `${figures.accepted} of ${figures.drafted} drafts`] : ["no speculation"]),
-      ...(finishReason === "length" ? ["cut at the most tokens"] : []),
+      ...(finishReason === "length" ? ["cut at the token limit"] : []),
     ];
     this.#follow(() => turn.facts.append(...parts.map(fact), ...this.#comparison(turn, messages, answer)));
   }
