@@ -245,8 +245,8 @@ def test_speculation_is_compared_with_plain_decoding(confident, open_page):
     assert kinds == ["plain"]
 
 
-def test_an_api_key_is_asked_for_and_kept_in_memory_alone(make_engine, open_page):
-    with serving(make_engine(), api_key="opens sesame") as locked:
+def test_an_api_key_is_asked_for_and_kept_in_memory_alone_and_no_rounds_are_needed(make_engine, open_page):
+    with serving(make_engine(), api_key="opens sesame", round_events=0) as locked:
         view = open_page(locked.base)
         view.wait_state("key")
         view.page.fill("#message", "abc")
@@ -261,6 +261,8 @@ def test_an_api_key_is_asked_for_and_kept_in_memory_alone(make_engine, open_page
         view.wait_state()
         view.ask("abc")
         assert view.page.text_content(".turn.assistant .words")
+        assert view.text("#state") == "live, rounds not kept"
+        assert "round_events" in view.text("#strip-text")
         stored = "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])"
         assert view.page.evaluate(stored) == '[{},{},""]'
         view.page.reload()
