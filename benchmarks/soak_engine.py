@@ -168,12 +168,12 @@ def open_engines(args: argparse.Namespace) -> tuple[Engine, Engine]:
     return Engine(target, drafter, SETTINGS), Engine(target, drafter, alone)
 
 
-def tiny_pair() -> tuple[Target, Drafter]:
+def tiny_pair(vocab_size: int = VOCAB, num_positions: int = 112) -> tuple[Target, Drafter]:
     """A random target whose laws are flat, so that a random drafter meets them often, in float32."""
     torch.manual_seed(0)
     shape = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 112,
+        "vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": num_positions,
     }  # fmt: skip
     layers = {"num_hidden_layers": 3, "layer_types": ("full_attention",) * 3, "architecture": "LlamaForCausalLM"}
     decoder = Decoder(DecoderConfig.model_validate(shape | layers)).requires_grad_(False).eval()
@@ -182,10 +182,10 @@ def tiny_pair() -> tuple[Target, Drafter]:
             parameter.normal_(0, 0.1)
     rest = {
         "num_hidden_layers": 2, "num_target_layers": 3, "target_layer_ids": (-1, 1), "block_size": 4,
-        "mask_token_id": VOCAB - 1, "markov_rank": 0, "rope": decoder.config.rope,
+        "mask_token_id": vocab_size - 1, "markov_rank": 0, "rope": decoder.config.rope,
     }  # fmt: skip
     drafter = make_drafter(DrafterConfig.model_validate(shape | rest), decoder).prepare()
-    return Target("tiny", decoder, byte_tokenizer(), "", "", ""), drafter
+    return Target("tiny", decoder, byte_tokenizer(), "", "", "", ""), drafter
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
