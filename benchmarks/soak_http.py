@@ -183,7 +183,7 @@ def write_pair(directory: Path) -> tuple[str, ...]:
 
 def leaks(result: dict[str, Any]) -> list[str]:
     """What grew from the early pauses to the late ones by more than noise does."""
-    allowed = {"memory_mib": max(16.0, 0.02 * result["memory_mib"][-1]), "threads": 2, "files": 2}
+    allowed = {"memory_mib": max(8.0, 0.02 * result["memory_mib"][-1]), "threads": 2, "files": 2}
     grown = {name: growth(result[name]) for name in allowed}
     return [f"{name} grew by {grown[name]:g}" for name, limit in allowed.items() if grown[name] > limit]
 
