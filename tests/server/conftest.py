@@ -129,6 +129,7 @@ def make_engine(target: Target) -> Callable[..., Engine]:
             block_size=4,
             mask_token_id=259,
             markov_rank=4,
+            enable_confidence_head=True,
         )
         given = EngineSettings.from_dict({"max_length": 600, "record_rounds": True} | settings, "test")
         return Engine(target, make_drafter(drafter, target.decoder).prepare(), given)

@@ -176,6 +176,7 @@ def test_rounds_as_they_come(http, served):
     assert sum(event["accepted"] for event in seen) >= answer["speculative"]["accepted"]
     for event in seen:
         assert event["accepted"] <= event["verified"] <= event["drafted"] == len(event["confidence"])
+        assert all(0 <= confidence <= 1 for confidence in event["confidence"])
         assert event["drafted"] in (0, 4)  # none for a last token alone
         assert event["budget"] == event["verified"]
         assert event["running"] <= 1

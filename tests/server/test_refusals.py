@@ -17,6 +17,14 @@ def messages(*given: dict[str, object]) -> dict[str, object]:
     return {"messages": list(given)}
 
 
+def nested(depth: int) -> dict[str, object]:
+    """A schema of arrays in arrays."""
+    schema: dict[str, object] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
 USER = {"role": "user", "content": "ab"}
 SHARED = [
     ({"magic": 1}, "magic"),
@@ -34,6 +42,7 @@ SHARED = [
     ({"min_p": 2}, "min_p"),
     ({"seed": 2**70}, "seed"),
     ({"stop": ""}, "stop"),
+    ({"stop": ["a"] * 65}, "stop"),
     ({"stop": ["a", 1]}, "stop.1"),
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
@@ -79,6 +88,20 @@ OF_CHAT = [
     ({"chat_template_kwargs": {"mood": 1}}, "chat_template_kwargs.mood"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"store": True}, "store"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": nested(100)}}},
+        "response_format",
+    ),
+    (
+        messages(
+            USER,
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "[" * 10**5}}],
+            },
+        ),
+        "messages.1.tool_calls.0.function.arguments",
+    ),
     ({"prompt": "x"}, "prompt"),
 ]
 OF_TEXT = [
@@ -132,7 +155,9 @@ def test_nulls_are_as_good_as_nothing(http):
     assert http.post("/v1/chat/completions", json=CHAT | dict.fromkeys(names)).status_code == 200
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"x"', b'{"model": "tiny", "prompt": "a", "seed": NaN}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'"x"', b'{"model": "tiny", "prompt": "a", "seed": NaN}', b"[" * 10**5]
+)
 def test_a_body_that_is_no_request(http, content):
     answer = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400

@@ -109,7 +109,7 @@ class EngineCollector(Collector):
         lengths = CounterMetricFamily(
             "dspark_spec_decode_cap_length_rounds", "Rounds by rows verified, anchor counted", labels=("length",)
         )
-        for length, count in enumerate(list(stats.verify_lens)):
+        for length, count in list(enumerate(stats.verify_lens))[1:]:
             lengths.add_metric((str(length),), count)
         yield lengths
         budget = self._service.rounds.last_budget

@@ -79,7 +79,7 @@ def _call(given: ToolCallPart, where: str) -> ToolCall:
     param = f"{where}.function.arguments"
     try:
         arguments: Any = json.loads(given.function.arguments or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise bad_request(f"{param}: not valid JSON ({error})", param) from None
     if not isinstance(arguments, dict):
         raise bad_request(f"{param}: expected a JSON object", param)

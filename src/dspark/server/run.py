@@ -37,8 +37,8 @@ def serve(settings: ServeSettings) -> None:
         started = time.perf_counter()
         device = "cuda" if settings.device == "auto" and torch.cuda.is_available() else settings.device
         engine = open_engine(settings.model, settings.engine_settings, "cpu" if device == "auto" else device)
-        _log.info("loaded in %.1f s", time.perf_counter() - started)
         service = Service(settings, engine)
+        _log.info("loaded in %.1f s: %s", time.perf_counter() - started, described(service))
         server = Server(service)
         server.run(sockets=[listener])
     if server.failed:
@@ -123,6 +123,20 @@ def listen(host: str, port: int) -> socket.socket:
             f"host {host!r}, port {port}: cannot listen there ({error.strerror}); choose others"
         ) from None
     return listener
+
+
+def described(service: Service) -> str:
+    """What was loaded, in one line."""
+    engine = service.engine.engine
+    drafter, weight = engine.drafter, engine.target.decoder.embed_tokens.weight
+    pair = (
+        "no drafter" if drafter is None else f"drafter {drafter.config.algorithm}, {service.max_draft} drafts a round"
+    )
+    return (
+        f"{engine.target.name} in {str(weight.dtype).removeprefix('torch.')} on {weight.device}; {pair}; "
+        f"{engine.settings.max_batch} requests at once, {service.limit} tokens each, {service.engine.load.num_blocks} "
+        "cache blocks"
+    )
 
 
 def announce(service: Service, listener: socket.socket) -> None:

@@ -4,9 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 
+MAX_DEPTH = 64  # of JSON inside a request: what walks through it may recurse
 Text = Annotated[str, Field(min_length=1)]
+
+
+def _shallow(value: dict[str, Any]) -> dict[str, Any]:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for item in level
+            if isinstance(item, dict | list)
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return value
+    raise ValueError(f"nested deeper than {MAX_DEPTH} levels: make it flatter")
+
+
+Object = Annotated[dict[str, Any], AfterValidator(_shallow)]
 
 
 def _branch(value: object) -> str:
@@ -18,6 +36,7 @@ def _branch(value: object) -> str:
 
 
 Union = Discriminator(_branch)
+Stops = Annotated[list[Text], Field(max_length=64)]
 
 
 class Body(BaseModel):
@@ -45,7 +64,7 @@ class SpeculativeOptions(Body):
 class StructuredOutputs(Body):
     """What the whole answer must be: one of these."""
 
-    json_schema: dict[str, Any] | None = Field(None, alias="json")
+    json_schema: Object | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[Text] | None = Field(None, min_length=1)
     grammar: str | None = None  # Lark or GBNF
@@ -62,7 +81,7 @@ class SamplingFields(Body):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: Annotated[Annotated[Text, Tag("[text]")] | Annotated[list[Text], Tag("[list]")], Union] | None = None
+    stop: Annotated[Annotated[Text, Tag("[text]")] | Annotated[Stops, Tag("[list]")], Union] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -74,7 +93,7 @@ class SamplingFields(Body):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
-    bad_words: list[Text] | None = None
+    bad_words: list[Text] | None = Field(None, max_length=1024)
     priority: int = Field(0, ge=-1000, le=1000)  # lower ones are served first
     structured_outputs: StructuredOutputs | None = None
     speculative: SpeculativeOptions = SpeculativeOptions()
@@ -131,7 +150,7 @@ class FunctionTool(Body):
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Object | None = None
     strict: bool | None = None
 
 
@@ -160,7 +179,7 @@ class JsonSchema(Body):
 
     name: Text
     description: str | None = None
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    json_schema: Object | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -187,7 +206,7 @@ class ChatRequest(SamplingFields):
         | None
     ) = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # variables of the chat template, as enable_thinking
+    chat_template_kwargs: Object | None = None  # variables of the chat template, as enable_thinking
 
 
 class TokenizeRequest(Body):

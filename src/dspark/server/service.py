@@ -53,6 +53,12 @@ class Service:
         return min(engine.limit, in_cache)
 
     @property
+    def max_draft(self) -> int:
+        """Drafts that a round may verify; 0 without a drafter."""
+        drafter, limit = self.engine.engine.drafter, self.engine.engine.settings.num_draft_tokens
+        return 0 if drafter is None else min(drafter.num_drafts, limit or drafter.num_drafts)
+
+    @property
     def retry_seconds(self) -> int:
         """When a request that found the queue full may find a place: a guess from the answers before it."""
         load = self.engine.load

@@ -84,7 +84,7 @@ class ToolReader:
         """The calls that a piece of JSON makes, without those beyond a single one; None if it is anything else."""
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         values = value if isinstance(value, list) else [value]
         found = [call for item in values if (call := self._call(item)) is not None]

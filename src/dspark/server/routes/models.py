@@ -34,6 +34,6 @@ def _card(service: Service) -> Json:
         "max_model_len": service.limit,
         "speculative": {
             "drafter": None if engine.drafter is None else engine.drafter.config.algorithm,
-            "max_draft": 0 if engine.drafter is None else engine.drafter.config.num_drafts,
+            "max_draft": service.max_draft,
         },
     }
