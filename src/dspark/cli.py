@@ -15,6 +15,7 @@ from dspark.cache.config import CacheSettings
 from dspark.config import Settings, read_toml
 from dspark.console.config import ChatOptions, DemoOptions, GenerateOptions, ShowOptions
 from dspark.data.config import PrepareSettings
+from dspark.engine.config import ProfileOptions
 from dspark.errors import ConfigError, DsparkError
 from dspark.evaluation.config import CalibrateOptions, CompareOptions, EvalOptions, SimulateOptions
 from dspark.evaluation.doctor.config import DoctorOptions
@@ -137,6 +138,17 @@ def calibrate(options: Annotated[CalibrateOptions, tyro.conf.arg(name="")]) -> N
     show_calibration(run(options), options.json_output)
 
 
+def profile(options: Annotated[ProfileOptions, tyro.conf.arg(name="")]) -> None:
+    """Measure what rounds take on this machine, and write the table by which planners decode as fast as it can.
+
+    Example: dspark profile --out costs.json --max-batch 32
+    """
+    from dspark.console.costs import show_costs
+    from dspark.stages import profile as run
+
+    show_costs(run(options), options.json_output)
+
+
 def evaluate(options: Annotated[EvalOptions, tyro.conf.arg(name="")]) -> None:
     """Measure a drafter over task sets: accepted length, acceptance by position, speed-up; resumes. Torchrun shares it.
 
@@ -233,6 +245,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "cache": cache,
     "train": train,
     "calibrate": calibrate,
+    "profile": profile,
     "eval": evaluate,
     "compare": compare,
     "doctor": doctor,

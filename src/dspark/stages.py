@@ -28,9 +28,10 @@ from dspark.data.sources import read_prompts
 from dspark.data.template import Rendered, SkipReason, render_all
 from dspark.drafters.base import Drafter
 from dspark.drafters.layouts.deepspec import read_drafter, write_drafter
-from dspark.engine.config import EngineSettings
+from dspark.engine.config import EngineSettings, ProfileOptions
 from dspark.engine.engine import Engine
 from dspark.engine.pair import drafter_path, open_engine
+from dspark.engine.profile import FULL, QUICK, Profiled, additive_of, diagonal_of, measure_costs, write_costs
 from dspark.engine.request import SamplingParams
 from dspark.errors import CheckpointError, ConfigError
 from dspark.evaluation import calibrate as calibration
@@ -43,6 +44,7 @@ from dspark.log import get_logger
 from dspark.models.hub import resolve_model
 from dspark.models.target import DtypeName, Target, decodes, load_target, load_target_ends
 from dspark.models.tokenizer import vocabulary_digest
+from dspark.spec.cost import AdditiveProfile, DiagonalProfile, RoundCosts
 from dspark.training.build import adapt_scale, drafter_config, freeze, new_drafter, spread_layers, warm_start
 from dspark.training.checkpoint import latest_state
 from dspark.training.config import HeldOut, TrainSettings
@@ -284,6 +286,23 @@ def calibrate(options: CalibrateOptions) -> CalibrationReport:
     assert directory is not None
     settings = EngineSettings(max_batch=options.max_batch, max_length=options.max_length, record_rounds=True)
     return calibration.calibrate(open_engine(options.model, settings), options, directory)
+
+
+def profile(options: ProfileOptions) -> Profiled:
+    """Measure the costs of rounds and write them in the shape asked for. Raises ConfigError without a drafter."""
+    effort = QUICK if options.quick else FULL
+    settings = EngineSettings(max_batch=options.max_batch, max_length=2 * effort.context, prefix_cache=False)
+    engine = open_engine(options.model, settings)
+    if engine.drafter is None:
+        raise ConfigError("drafter: rounds with drafts are measured: name a drafter for this target")
+    costs = measure_costs(engine.target, engine.drafter, engine.settings, effort)
+    profiled = Profiled(costs, options.max_batch, costs.measured["num_drafts"], options.out)
+    table: RoundCosts | DiagonalProfile | AdditiveProfile = costs
+    if options.shape != "rounds":
+        shape = diagonal_of if options.shape == "diagonal" else additive_of
+        table = shape(costs, options.max_batch, profiled.num_drafts + 1)
+    write_costs(options.out, table)
+    return profiled
 
 
 def exporter(settings: TrainSettings, target: Target) -> Callable[[Drafter, Path], None]:

@@ -9,7 +9,7 @@ import tyro
 from pydantic import Field
 
 from dspark.config import Settings
-from dspark.engine.config import ModelOptions
+from dspark.engine.config import ModelOptions, PlanOptions
 
 
 class AnswerOptions(Settings):
@@ -75,6 +75,7 @@ class GenerateOptions(Settings):
     compare: bool = True
     """Afterwards decode a few tokens plainly, to show the speed-up."""
     model: ModelOptions = ModelOptions()
+    plan: PlanOptions = PlanOptions()
     answer: AnswerOptions = AnswerOptions()
     output: OutputOptions = OutputOptions()
 
@@ -88,6 +89,7 @@ class ChatOptions(Settings):
     system: str | None = None
     """A system message that stands before every turn."""
     model: ModelOptions = ModelOptions()
+    plan: PlanOptions = PlanOptions()
     answer: AnswerOptions = AnswerOptions()
     output: OutputOptions = OutputOptions()
 

@@ -17,7 +17,7 @@ from dspark.engine.request import SamplingParams
 def generate(options: GenerateOptions) -> None:
     """Answer one prompt and print it, streaming, or as one JSON object."""
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    session = open_session(options.model, options.n)
+    session = open_session(options.model, options.n, plan=options.plan)
     messages = [{"role": "system", "content": options.system}] if options.system else []
     messages.append({"role": "user", "content": prompt})
     ids = session.text_ids(prompt) if options.raw else session.prompt_ids(messages)
@@ -35,7 +35,7 @@ def generate(options: GenerateOptions) -> None:
 
 def chat(options: ChatOptions) -> None:
     """Read user turns until the end of input; answer each with the whole conversation before it."""
-    session = open_session(options.model)
+    session = open_session(options.model, plan=options.plan)
     console = open_console(options.output)
     params = sampling_params(options.answer)
     start = [{"role": "system", "content": options.system}] if options.system else []

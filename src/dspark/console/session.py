@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dspark.console.config import AnswerOptions
 from dspark.data.chat import ChatTemplate
 from dspark.data.conversation import Message
-from dspark.engine.config import EngineSettings, ModelOptions
+from dspark.engine.config import EngineSettings, ModelOptions, PlanOptions
 from dspark.engine.engine import Engine, StepOutput
 from dspark.engine.pair import open_engine
 from dspark.engine.request import Completion, SamplingParams
@@ -111,13 +111,15 @@ class Session:
                     yield output
 
 
-def open_session(options: ModelOptions, max_batch: int = 1, prefix_cache: bool = True) -> Session:
+def open_session(
+    options: ModelOptions, max_batch: int = 1, prefix_cache: bool = True, plan: PlanOptions | None = None
+) -> Session:
     """Load target and drafter as the options say, for `max_batch` requests at once.
 
-    Raises CheckpointError naming what does not fit.
+    Raises CheckpointError naming what does not fit, and ConfigError for costs that can not be read.
     """
     settings = EngineSettings(max_batch=max_batch, max_length=4096, prefix_cache=prefix_cache)
-    engine = open_engine(options, settings)
+    engine = open_engine(options, (plan or PlanOptions()).apply(settings))
     return Session(engine.target, engine)
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
+import tyro
 from pydantic import Field, model_validator
 
 from dspark.config import Settings
@@ -67,3 +68,43 @@ class ModelOptions(Settings):
     """CPU threads; by default as many as there are cores."""
     num_draft_tokens: int | None = Field(None, ge=1)
     """Verify at most this many drafts a round; by default all."""
+
+
+class PlanOptions(Settings):
+    """How many drafts are verified, and whether any are made."""
+
+    costs: Path | None = None
+    """A table of `dspark profile`. By it only drafts that pay are verified, and none made where plain decoding is
+    faster; without one every draft is verified."""
+    planner: PlannerKind | None = None
+    """early_stop plans by this round's confidences, lagged by those of two rounds ago, static verifies every draft; by
+    default early_stop where there are costs, else static."""
+
+    def apply(self, settings: EngineSettings) -> EngineSettings:
+        """The settings with this plan."""
+        planner = self.planner or ("static" if self.costs is None else "early_stop")
+        return settings.replace(planner=planner, costs=self.costs)
+
+
+class ProfileOptions(Settings):
+    """Measure what rounds take on this machine, and write the table that planners read.
+
+    Made-up requests, 1, 2, 4, ... up to max_batch at once, are decoded plainly and with more and more drafts each; the
+    table holds medians and never falls with more rows. Give it to `dspark generate --costs`, to `dspark chat --costs`
+    or, as `costs`, to the engine's settings. Measure again for another machine, number of threads, target or drafter.
+
+    Example: dspark profile --out costs.json --max-batch 32
+    """
+
+    out: Path = Path("costs.json")
+    """The file to write."""
+    max_batch: int = Field(32, ge=1)
+    """Requests decoded together, at most."""
+    shape: Literal["rounds", "additive", "diagonal"] = "rounds"
+    """rounds: for this engine, with drafting and plain rounds told apart. additive, diagonal: an SPS table for SGLang,
+    drafting counted in."""
+    quick: bool = False
+    """Fewer repetitions and fewer points, as at the start of an engine with costs = "measure"."""
+    json_output: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print the figures as one JSON object instead of a table."""
+    model: ModelOptions = ModelOptions()

@@ -94,6 +94,11 @@ class Engine:
             num_blocks=allocator.num_blocks - 1,
         )
 
+    @property
+    def round_time_errors(self) -> list[float]:
+        """Of recent rounds that were planned by costs: |expected - measured| / measured seconds, oldest first."""
+        return list(self._round.planner.time_errors)
+
     def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None, priority: int = 0
     ) -> str:
@@ -133,6 +138,7 @@ class Engine:
         """Run one round for the requests that decode, and the next rows of the prompts that are under way."""
         decoding, chunks = self._scheduler.schedule()
         emissions = self._round.decode(decoding) if decoding else []
+        self._scheduler.round_rows = self._round.rows_per_request
         if chunks:
             emissions += self._round.prefill(chunks)
         return self._finish(emissions)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from dspark.drafters.base import Drafter
+from dspark.drafters.layouts.calibration import CALIBRATION_NAME, Calibration
 from dspark.drafters.layouts.deepspec import read_drafter
 from dspark.engine.config import EngineSettings, ModelOptions
 from dspark.engine.engine import Engine
@@ -25,7 +27,21 @@ def open_engine(options: ModelOptions, settings: EngineSettings, device: torch.d
     target.decoder.to(device)
     path = drafter_path(options)
     drafter = None if path is None else read_drafter(path, target.decoder, target.digest).to(device).prepare()
-    return Engine(target, drafter, settings.replace(num_draft_tokens=options.num_draft_tokens))
+    settings = settings.replace(num_draft_tokens=options.num_draft_tokens)
+    if path is not None and drafter is not None and settings.planner != "static":
+        settings = calibrated(settings, path, drafter)
+    return Engine(target, drafter, settings)
+
+
+def calibrated(settings: EngineSettings, path: Path, drafter: Drafter) -> EngineSettings:
+    """The settings with the temperatures of the calibration beside a drafter, if there is one and they name none.
+
+    Raises CheckpointError for a calibration of another drafter.
+    """
+    file = path / CALIBRATION_NAME
+    if settings.confidence_temperatures is not None or not file.is_file():
+        return settings
+    return settings.replace(confidence_temperatures=Calibration.read(file, drafter).temperatures)
 
 
 def drafter_path(options: ModelOptions) -> Path | None:

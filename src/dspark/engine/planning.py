@@ -29,6 +29,7 @@ from dspark.spec.planner import choose_drafting, early_stop_plan, lagged_plan, s
 from dspark.spec.types import VerifyPlan
 
 EXPLORED_SHARE = 0.005  # of the time may go into drafts for requests that do not seem worth it
+LONGEST_REST = 16  # rounds that stay plain without a new look, where plain was best again and again
 _KEPT_ERRORS = 4096
 
 _log = get_logger(__name__)
@@ -78,6 +79,7 @@ class Planner:
         self._last_drafted = np.zeros(num_slots, dtype=np.int64)
         self._round = 0
         self._credit = 0.0  # seconds that may be spent on exploring
+        self._rest = _Rest()
         if kind != "static" and costs is None and num_drafts:
             _log.warning(
                 "planner %s has no cost table, so every draft is verified: measure one with `dspark profile` and name "
@@ -144,8 +146,6 @@ class Planner:
         self._expectation.forget(planned.slots[count:])
         if count:
             self._learn(planned, correct_len)
-        else:
-            self._ring.write(planned.slots, self._expectation.survival(planned.slots))
         if (planned.max_lens[count:] > 1).any():
             self._credit += EXPLORED_SHARE * seconds
 
@@ -167,7 +167,10 @@ class Planner:
     def _choose(self, slots: Int64[ndarray, " B"], max_lens: Int64[ndarray, " B"]) -> Bool[ndarray, " B"]:
         """Draft for those who promise the most, and now and then for one who does not: confidence needs drafts."""
         assert self.costs is not None
+        if self._rest.goes_on(len(slots)):
+            return np.zeros(len(slots), dtype=bool)
         drafting = choose_drafting(self._expectation.survival(slots), max_lens, self.costs)
+        self._rest.note(len(slots), bool(drafting.any()))
         idle = np.flatnonzero((max_lens > 1) & ~drafting)
         if len(idle):
             size, count = len(slots), int(drafting.sum())
@@ -177,3 +180,29 @@ class Planner:
                 self._credit = 0.0
                 drafting[idle[self._last_drafted[slots[idle]].argmin()]] = True
         return drafting
+
+
+class _Rest:
+    """Plain rounds without a new look at whom to draft for: 0, 1, 3, 7, ... after each look that says nobody.
+
+    A batch of another size ends it.
+    """
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._length = 0
+        self._left = 0
+
+    def goes_on(self, size: int) -> bool:
+        """Whether this round needs no look; counts it."""
+        if self._left <= 0 or size != self._size:
+            return False
+        self._left -= 1
+        return True
+
+    def note(self, size: int, anybody: bool) -> None:
+        """A look was taken at a batch of so many requests."""
+        kept = not anybody and size == self._size
+        self._left = self._length if kept else 0
+        self._length = min(2 * self._length + 1, LONGEST_REST) if kept else 0
+        self._size = size

@@ -52,7 +52,7 @@ class PrefixIndex:
 
     def add(self, request: Request) -> None:
         """List the blocks that a request has filled since it was last seen; a content listed already stays as it is."""
-        for i in range(request.num_listed, self._num_full(request.seq_len)):
+        for i in range(request.num_listed, self._num_full(request.context_len)):
             block, digest, context = request.block_table[i], self._digest(request, i), self._context(request, i)
             known = self._blocks.setdefault(digest, {})
             if context not in known:

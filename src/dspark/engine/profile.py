@@ -9,6 +9,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -30,7 +31,7 @@ from dspark.errors import ConfigError
 from dspark.files import atomic_path
 from dspark.log import get_logger, progress
 from dspark.models.target import Target
-from dspark.spec.cost import AdditiveProfile, Curve, DiagonalProfile, RoundCosts, profile_dict
+from dspark.spec.cost import AdditiveProfile, Curve, DiagonalProfile, Lines, RoundCosts, profile_dict
 from dspark.spec.online import OnlineCosts
 
 _FIT_PASSES = 200
@@ -180,6 +181,34 @@ def isotonic(values: ndarray, weights: ndarray) -> ndarray:
             (a, wa, na), (b, wb, nb) = pools[-2:]
             pools[-2:] = [((a * wa + b * wb) / (wa + wb), wa + wb, na + nb)]
     return np.repeat([mean for mean, _, _ in pools], [count for _, _, count in pools])
+
+
+class Profiled(NamedTuple):
+    """Measured costs, and the file that they went to."""
+
+    costs: RoundCosts
+    max_batch: int
+    num_drafts: int
+    path: Path
+
+    def seconds(self, num_requests: int, rows: int) -> float:
+        """Of a round with drafts for all, or without (rows = num_requests)."""
+        drafting = num_requests if rows > num_requests else 0
+        return float(self.costs.seconds(num_requests, np.array([drafting]), np.array([rows]))[0])
+
+    def draft_seconds(self, num_requests: int) -> float:
+        """Of drafting alone."""
+        return 0.0 if self.costs.draft is None else float(self.costs.draft.at(np.array([num_requests]))[0])
+
+
+def additive_of(costs: RoundCosts, max_batch: int, num_rows: int) -> AdditiveProfile:
+    """The same costs with drafting counted in, `max_batch` requests at most; num_rows as for `diagonal_of`."""
+    assert isinstance(costs.verify, AdditiveProfile)
+    verify, batch = costs.verify, np.array(sizes(max_batch))
+    alpha = Lines(verify.bs_probes, verify.alpha_seconds).at(batch)
+    if costs.draft is not None:
+        alpha = alpha + costs.draft.at(batch)
+    return replace(verify, bs_probes=tuple(batch.tolist()), alpha_seconds=tuple(alpha.tolist()))
 
 
 def diagonal_of(costs: RoundCosts, max_batch: int, num_rows: int) -> DiagonalProfile:

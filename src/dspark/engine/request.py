@@ -13,6 +13,8 @@ from dspark.engine.stats import RequestFigures
 from dspark.engine.text import TextStream
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from dspark.engine.edits import RequestEdits
 
 Origin = Literal["prefill", "accepted", "bonus"]
@@ -176,6 +178,8 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     seq_len: int = 0  # committed: tokens with valid KV in both caches
     reserved_len: int = 0  # positions that the blocks were taken for
+    # Of the last committed rows, those that the drafter's cache lacks: features [N, m, H] and the row in them
+    held: list[tuple[Tensor, int]] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of its full blocks, as far as the prefix index has asked
     num_listed: int = 0  # blocks of the table that the prefix index has seen
     finish_reason: FinishReason | None = None
@@ -186,6 +190,11 @@ class Request:
     def num_known(self) -> int:
         """Tokens that must have KV before a round: the prompt, and after a preemption the answer up to the anchor."""
         return len(self.prompt_ids) + max(len(self.token_ids) - 1, 0)
+
+    @property
+    def context_len(self) -> int:
+        """Committed tokens whose context the drafter has."""
+        return self.seq_len - len(self.held)
 
     @property
     def is_decoding(self) -> bool:

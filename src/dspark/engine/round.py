@@ -7,6 +7,8 @@ Between rounds a request carries its anchor (put out, but without KV) and `seq_l
 Shapes: B requests, b of them drafted for, G drafts, T = G + 1 verify rows, V vocabulary.
 """
 
+import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dspark.engine.config import EngineSettings
+from dspark.engine.context import MOST_HELD, catch_up, hold
 from dspark.engine.edits import edit_logits
 from dspark.engine.grammar import Grammars
 from dspark.engine.logprobs import token_logprobs
@@ -57,6 +60,7 @@ class Round:
         self.planner = planner
         self.stats = stats
         self.watch = AcceptanceWatch()
+        self.rows_per_request = 1.0 + runner.num_drafts  # that the last round ran
         self.settings = settings
         self.grammars = grammars
 
@@ -66,16 +70,19 @@ class Round:
             begun = self.begin(requests)
         with self.stats.phase("draft"):
             window = window_of([requests[i] for i in begun.order], self.runner.device)
+            begun = self.prepare(begun, window.requests)
             block = self.propose(window, begun.num_drafting)
         with self.stats.phase("plan"):
             round_plan = self.planner.plan(begun, block.confidence_logits)
             plan = self.verify_plan(round_plan)
+            self._count_rows(window.requests, plan)
         with self.stats.phase("verify"):
             forward, logits, plain_logits = self.verify(window, block, plan)
         with self.stats.phase("accept"):
             judged = self.judge_all(window, block, plan, logits, plain_logits)
         with self.stats.phase("commit"):
-            emissions = self.commit(forward, window.requests, judged.tokens, judged.logprobs)
+            num_held = len(requests) - begun.num_drafting if self.planner.adapts else 0
+            emissions = self.commit(forward, window.requests, judged.tokens, judged.logprobs, num_held=num_held)
             self._record(emissions, plan, block)
             if self.settings.record_rounds:
                 keep_records(emissions, window, block, plan, judged.acceptance)
@@ -110,6 +117,12 @@ class Round:
         longest = static_plan(len(requests), self.runner.num_drafts, wanted, room).verify_lens
         greedy = np.array([request.params.temperature == 0 for request in requests])
         return self.planner.begin(requests, torch.where(speculates, longest, 1).numpy(), greedy)
+
+    def prepare(self, begun: RoundPlan, requests: list[Request]) -> RoundPlan:
+        """Give the drafter the context it lacks of those it drafts for; a round's time does not count what is late."""
+        started = time.perf_counter()
+        catch_up(self.runner, requests[: begun.num_drafting])
+        return replace(begun, begun=begun.begun + time.perf_counter() - started)
 
     def propose(self, window: Window, count: int) -> DraftBlock:
         """One block of drafts for each of the first `count` requests."""
@@ -187,11 +200,13 @@ class Round:
         tokens: list[list[int]],
         logprobs: list[list[TokenLogprob]],
         chunk_lens: list[int] | None = None,
+        num_held: int = 0,
     ) -> list[Emission]:
         """Put tokens out up to the first stop, then advance by just those: KV length, counters, the drafter's context.
 
         The input rows that become history are the known ones (of a prompt's chunk, or the anchor) and the accepted
-        drafts; the last token put out has no KV yet and is the next anchor.
+        drafts; the last token put out has no KV yet and is the next anchor. The context of the last `num_held` requests
+        waits until somebody drafts for them.
         """
         emissions, num_rows = [], []
         for i, (request, new) in enumerate(zip(requests, tokens, strict=True)):
@@ -209,9 +224,21 @@ class Round:
             num_rows.append(num_committed if request.speculates else 0)
             request.logprobs += logprobs[i][:count]
             emissions.append(Emission(request, new[:count], text, origins[:count], logprobs[i][:count]))
-        if forward.features.shape[2] and any(num_rows):
-            self.runner.inject(forward, requests, num_rows)
+        if forward.features.shape[2]:
+            self._give_context(forward, requests, num_rows, num_held)
         return emissions
+
+    def _give_context(self, forward: Forward, requests: list[Request], num_rows: list[int], num_held: int) -> None:
+        """Inject the committed rows, or hold them back; an ended request's go to the prefix cache."""
+        num_ready = len(requests) - num_held
+        ready = num_rows[:num_ready] + [0] * num_held
+        if any(ready):
+            self.runner.inject(forward, requests, ready)
+        if num_held:
+            hold(forward, requests, num_rows, num_held)
+            ended = ("stop", "length") if self.settings.prefix_cache else ()
+            late = [r for r in requests[num_ready:] if r.finish_reason in ended or len(r.held) >= MOST_HELD]
+            catch_up(self.runner, late)
 
     def _run_chunks(self, window: Window, chunks: list[Chunk]) -> Forward:
         """The target over the chunks' rows, padded on the right."""
@@ -229,6 +256,12 @@ class Round:
         rows = window_of(requests, self.runner.device).rows
         logits = self.runner.logits(hidden)[:, None]
         return self.judge(requests, block, logits, VerifyPlan(torch.ones_like(positions)), rows, positions)
+
+    def _count_rows(self, requests: list[Request], plan: VerifyPlan) -> None:
+        """What a request that speculates ran, for the next step's budget."""
+        speculating = sum(request.speculates for request in requests)
+        if speculating:
+            self.rows_per_request = 1 + (int(plan.num_rows.sum()) - len(requests)) / speculating
 
     def _record(self, emissions: list[Emission], plan: VerifyPlan, block: DraftBlock) -> None:
         """Count the round for the engine and for each request that speculates, with drafts in this round or without."""

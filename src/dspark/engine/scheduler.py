@@ -1,5 +1,6 @@
 """Who runs next: order, admission, growth of block tables, prompt chunks, preemption when room runs out."""
 
+import math
 import time
 from bisect import insort
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ class Scheduler:
         self.settings = settings
         self.allocator = allocator
         self.stats = stats
-        self.num_drafts = num_drafts  # a round
+        self.round_rows = 1.0 + num_drafts  # what a request that speculates is expected to run in a round
         self.window = window  # positions from seq_len on that one round may write
         self.waiting: list[Request] = []  # by rank, as is `running`
         self.running: list[Request] = []  # those that hold blocks
@@ -92,8 +93,8 @@ class Scheduler:
         """Choose what the next step runs, and take the blocks for it."""
         self._num_steps += 1
         decoding = self._grow()
-        num_rows = sum(1 + self.num_drafts * request.speculates for request in decoding)
-        chunks = self._chunks(max(self.settings.step_tokens - num_rows, self.settings.block_size))
+        num_rows = sum(self.round_rows if request.speculates else 1 for request in decoding)
+        chunks = self._chunks(max(self.settings.step_tokens - math.ceil(num_rows), self.settings.block_size))
         return Step([request for request in decoding if request.is_decoding], chunks)  # but those displaced since
 
     def list_blocks(self, request: Request) -> None:
@@ -122,10 +123,12 @@ class Scheduler:
         for request in self.waiting:
             assert not request.block_table, f"{request.request_id} waits and holds blocks"
             assert request.seq_len == request.reserved_len == request.num_listed == 0, f"{request.request_id} is not 0"
+            assert not request.held, f"{request.request_id} waits and holds rows back"
         for request in self.running:
             table, name = request.block_table, request.request_id
             assert request.seq_len <= request.num_known, f"{name}: more is committed than known"
             assert request.seq_len <= request.reserved_len <= len(table) * size, f"{name}: rows without blocks"
+            assert request.num_listed * size <= request.context_len, f"{name}: a block is listed without its context"
             assert len(table) == self.settings.blocks_for(request.reserved_len), f"{name}: blocks without use"
             first = (request.seq_len - request.is_decoding) // size  # a chain begins on the last committed row
             alone = [self.allocator.num_holders(block) == 1 for block in table[first:]]
@@ -222,6 +225,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.allocator.release(request.block_table)
+        request.held.clear()
         request.seq_len = request.reserved_len = request.num_listed = 0
 
     def _count_admission(self, request: Request) -> None:

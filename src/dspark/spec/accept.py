@@ -177,4 +177,5 @@ def _left(
     q = block.probs.flatten(0, 1).index_select(0, requests * block.num_drafts + draft)
     if block.token_ids is None:
         return (p - q).clamp_min_(0)
-    return p.index_add(1, block.token_ids, q, alpha=-1).clamp_min_(0)
+    # Many times faster than index_add; no id occurs twice.
+    return p.scatter_add(1, block.token_ids.expand_as(q), -q).clamp_min_(0)
