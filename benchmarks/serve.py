@@ -170,8 +170,9 @@ def show(result: dict[str, Any]) -> None:
     if not loads:
         return
     names = list(next(iter(loads.values()))["tokens_per_second"])
-    table = Table(title="tokens per second")
-    for column in ("requests", *names, "/ plain", "/ best static", "drafted for", "rows"):
+    table = Table(title="tokens per second (by static width: 1, 2, ... drafts)")
+    widths = [name.removeprefix("static ") for name in names]
+    for column in ("requests", *widths, "/ plain", "/ best static", "drafted for", "rows"):
         table.add_column(column, justify="right")
     for size, each in loads.items():
         speeds = [f"{each['tokens_per_second'][name]:.1f}" for name in names]

@@ -92,6 +92,7 @@ def measure(target: Target, drafter: Drafter, settings: EngineSettings, effort: 
     stats = EngineStats()
     planner = Planner("static", runner.num_drafts, settings.max_batch, None, has_confidence=False)
     rounds = Round(runner, planner, stats, settings, Grammars(target))
+    rounds.watch.close()
     grid = [(size, lens) for size in sizes(settings.max_batch) for lens in widths(size, runner.num_drafts + 1, effort)]
     with progress(len(grid), "cost of rounds", "kind") as bar, torch.inference_mode():
         for size, lens in grid:

@@ -113,6 +113,10 @@ class AcceptanceWatch:
         self._rounds: deque[tuple[int, int]] = deque(maxlen=WATCHED_ROUNDS)
         self._warned = False
 
+    def close(self) -> None:
+        """Warn no more: what follows are no real requests."""
+        self._warned = True
+
     def record(self, num_requests: int, num_committed: int) -> None:
         """Count one round in which `num_requests` verified drafts and put out `num_committed` tokens together."""
         if self._warned or not num_requests:
