@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -133,6 +134,17 @@ def test_an_engine_takes_a_file_or_measures(pair, costs, tmp_path):
         engine = Engine(*pair, settings)
         assert engine.generate([[3, 1, 4]], params)[0].token_ids == plain[0].token_ids
         assert engine.round_time_errors, "rounds were planned by costs"
+
+
+def test_costs_of_other_circumstances_are_told(pair, costs, tmp_path, caplog):
+    settings = EngineSettings(max_batch=1, max_length=64, planner="lagged", costs=tmp_path / "costs.json")
+    write_costs(settings.costs, costs)
+    with caplog.at_level(logging.WARNING, "dspark"):
+        Engine(*pair, settings)
+        assert not caplog.messages
+        write_costs(settings.costs, replace(costs, measured={**costs.measured, "threads": 99}))
+        Engine(*pair, settings)
+    assert "measured with other threads" in caplog.text
 
 
 def test_options_name_the_plan(tmp_path):

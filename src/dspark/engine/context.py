@@ -13,7 +13,7 @@ from dspark.engine.request import Request
 from dspark.engine.runner import Forward, Runner
 from dspark.models.attention import PackedBatch
 
-MOST_HELD = 256  # rows of a request: with m tapped layers, m / (2 * layers) of the target's own cache or thereabouts
+MOST_HELD = 256  # rows of a request, some megabytes; then they are injected together
 
 
 def hold(forward: Forward, requests: Sequence[Request], num_rows: Sequence[int], count: int) -> None:

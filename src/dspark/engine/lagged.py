@@ -40,7 +40,8 @@ class Slots:
 class LaggedRing:
     """Survival of the last rounds, each value stamped with the generation of its slot.
 
-    What was written for a former owner of a slot, or not written, reads as 1.
+    Rounds in which nobody was drafted for do not count. What was written for a former owner of a slot, or not written,
+    reads as 1.
     """
 
     def __init__(self, slots: Slots, num_drafts: int) -> None:
@@ -51,7 +52,7 @@ class LaggedRing:
         self._round = 0
 
     def write(self, slots: Int64[ndarray, " B"], survival: Float64[ndarray, "B G"]) -> None:
-        """Keep this round's survival, once a round."""
+        """Keep this round's survival, once in every round that drafts for anybody."""
         row = self._round % (LAG + 1)
         self._generation[row] = 0
         self._generation[row, slots] = self._slots.generation[slots]

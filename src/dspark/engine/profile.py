@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,13 +74,19 @@ def measure_costs(target: Target, drafter: Drafter, settings: EngineSettings, ef
         fit_additive(speculative),
         Curve(tuple(sorted(draft)), tuple(median(draft[count]) for count in sorted(draft))),
         Curve(tuple(sorted(plain)), tuple(plain[count] for count in sorted(plain))),
-        {
-            "threads": torch.get_num_threads(),
-            "dtype": str(target.decoder.dtype).removeprefix("torch."),
-            "context": effort.context,
-            "num_drafts": max(s.num_rows // s.num_requests for s in speculative) - 1,
-        },
+        circumstances(target, drafter)
+        | {"context": effort.context, "num_drafts": max(s.num_rows // s.num_requests for s in speculative) - 1},
     )
+
+
+def circumstances(target: Target, drafter: Drafter) -> dict[str, Any]:
+    """What costs hold for."""
+    return {
+        "target": target.digest,
+        "drafter": drafter.digest,
+        "dtype": str(target.decoder.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def measure(target: Target, drafter: Drafter, settings: EngineSettings, effort: Effort) -> Iterator[Sample]:
@@ -250,4 +256,9 @@ def costs_of(settings: EngineSettings, target: Target, drafter: Drafter | None) 
         return None
     if settings.costs == "measure":
         return OnlineCosts(measure_costs(target, drafter, settings, QUICK))
-    return OnlineCosts(read_costs(settings.costs))
+    costs, now = read_costs(settings.costs), circumstances(target, drafter)
+    other = [name for name, value in now.items() if costs.measured.get(name, value) != value]
+    if other:
+        names = ", ".join(other)
+        _log.warning("costs %s: measured with other %s: run `dspark profile` again for these", settings.costs, names)
+    return OnlineCosts(costs)

@@ -133,12 +133,13 @@ def lagged_plan(
 
 
 def choose_drafting(
-    expected: Float64[ndarray, "B G"], max_lens: Int64[ndarray, " B"], costs: Costs
+    expected: Float64[ndarray, "B G"], max_lens: Int64[ndarray, " B"], costs: Costs, least_gain: float = 0.0
 ) -> Bool[ndarray, " B"]:
     """Which requests to draft for: those, and as many, as promise the most tokens a second; none is plain decoding.
 
     expected: survival that earlier rounds let expect of the next drafts. Of the numbers of requests to draft for, 0,
-    the powers of two and all are tried, each with its best budget; the smallest of equals is taken.
+    the powers of two and all are tried, each with its best budget; the smallest of equals is taken. Drafts must promise
+    more than 1 + least_gain times the tokens of plain decoding, so that what is uncertain does not decide.
     """
     ranking = rank(expected, max_lens)
     batch_size, num_candidates = len(max_lens), len(ranking.survival)
@@ -152,7 +153,9 @@ def choose_drafting(
     inside = place[ranking.requests] < counts[:, None]  # [C, N]
     tokens = _running_sums(inside * ranking.survival) + batch_size
     theta = tokens / np.take_along_axis(seconds, _running_sums(inside), 1)
-    chosen: Bool[ndarray, " B"] = place < counts[theta.max(1).argmax()]
+    best = theta.max(1)
+    best[0] *= 1 + least_gain
+    chosen: Bool[ndarray, " B"] = place < counts[best.argmax()]
     return chosen
 
 
