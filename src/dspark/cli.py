@@ -19,6 +19,7 @@ from dspark.engine.config import ProfileOptions
 from dspark.errors import ConfigError, DsparkError
 from dspark.evaluation.config import CalibrateOptions, CompareOptions, EvalOptions, SimulateOptions
 from dspark.evaluation.doctor.config import DoctorOptions
+from dspark.evaluation.load.config import LoadOptions
 from dspark.generation.config import RegenerateSettings, SynthesizeSettings
 from dspark.log import configure_logging
 from dspark.server.config import ServeSettings
@@ -190,6 +191,16 @@ def simulate(options: Annotated[SimulateOptions, tyro.conf.arg(name="")]) -> Non
     run(options)
 
 
+def load(options: Annotated[LoadOptions, tyro.conf.arg(name="")]) -> None:
+    """Put load on an OpenAI-compatible server and measure speeds, latencies and what speculation did; resumes.
+
+    Example: dspark load http://127.0.0.1:8000 --modes plain static --concurrency 1 4 16 --out load
+    """
+    from dspark.evaluation.load.report import run
+
+    run(options)
+
+
 def show(options: Annotated[ShowOptions, tyro.conf.arg(name="")]) -> None:
     """Show which tokens of conversations are trained, as a target's chat template renders them; nothing is written.
 
@@ -251,6 +262,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "doctor": doctor,
     "simulate": simulate,
     "serve": serve,
+    "load": load,
 }
 DATA_COMMANDS: dict[str, Callable[..., Any]] = {"show": show, "prepare": prepare}
 
