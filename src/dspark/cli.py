@@ -260,9 +260,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "eval": evaluate,
     "compare": compare,
     "doctor": doctor,
-    "simulate": simulate,
     "serve": serve,
     "load": load,
+    "simulate": simulate,
 }
 DATA_COMMANDS: dict[str, Callable[..., Any]] = {"show": show, "prepare": prepare}
 
