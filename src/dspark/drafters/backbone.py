@@ -206,6 +206,11 @@ class FeatureFusion(nn.Module):
         # Training may divide features by their measured spread; writing a checkpoint folds this into fc.
         self.register_buffer("feature_scale", torch.ones(width), persistent=False)
 
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of a draft layer: the config's, or this process's share of them."""
+        return next(module.num_kv_heads for module in self.modules() if isinstance(module, DraftAttention))
+
     def fuse(self, features: Tensor) -> Tensor:
         """Tapped states [..., m, H] -> [..., H]."""
         flat = features.flatten(-2).to(self.norm.weight.dtype) * self.feature_scale.to(self.norm.weight.dtype)

@@ -21,6 +21,7 @@ from dspark.models.ends import TargetEnds
 from dspark.models.kv_cache import PagedKVCache
 from dspark.models.layers import softcap
 from dspark.models.linear import pack_linears
+from dspark.models.sharding import Shards
 from dspark.models.weights import parameters_digest
 from dspark.spec.sampling import Role, argmax, categorical, probabilities, uniform
 from dspark.spec.types import DraftBlock, SamplingRows
@@ -45,6 +46,7 @@ class Drafter(nn.Module, ABC):
         self.config = config
         self.markov_head = None
         self.confidence_head = None
+        self.shards: Shards | None = None  # where several processes share it
         self.digest: str | None = None  # 16 hex digits that identify weights and conventions, once prepared
         self.register_buffer("token_ids", token_ids, persistent=False)
         # Borrowed, so kept out of parameters() and of the state dict.
@@ -80,8 +82,8 @@ class Drafter(nn.Module, ABC):
         embedded: Tensor = self._borrowed.embed(token_ids)
         return embedded.to(self.dtype)
 
-    def prepare(self) -> Self:
-        """Freeze for serving: no gradients, the target's dtype (its bytes are the cost), linears packed."""
+    def prepare(self, pack: bool = True) -> Self:
+        """Freeze for serving: no gradients, the target's dtype (its bytes are the cost), linears packed if wanted."""
         self.requires_grad_(False).eval()
         self.backbone.fold_scale()
         self.digest = self._identify()
@@ -90,10 +92,19 @@ class Drafter(nn.Module, ABC):
         rows, width = self.lm_head_weight.shape
         head = nn.Linear(width, rows, bias=False, device="meta")
         head.weight = nn.Parameter(self.lm_head_weight.detach().to(self.dtype), requires_grad=False)
+        self.replace_head(head)
+        if pack:
+            self.pack()
+        return self
+
+    def replace_head(self, head: nn.Module) -> None:
+        """Serve with this module for the LM head: final normed hidden states [..., H] -> logits [..., Vd]."""
         self._borrowed.head = nn.Sequential(head)
+
+    def pack(self) -> None:
+        """Lay the linears out for fast inference on this CPU."""
         pack_linears(self)
         pack_linears(self._borrowed.head)
-        return self
 
     def _identify(self) -> str:
         """What a calibration belongs to: the same in every file and dtype of one drafter.

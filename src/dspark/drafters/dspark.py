@@ -35,7 +35,8 @@ class BlockDrafter(Drafter):
     def new_cache(self, num_blocks: int, block_size: int) -> PagedKVCache:
         """Storage for the draft layers' context keys and values."""
         c = self.config
-        return PagedKVCache(c.num_hidden_layers, num_blocks, block_size, c.num_key_value_heads, c.head_dim, self.dtype)
+        heads = self.backbone.num_kv_heads
+        return PagedKVCache(c.num_hidden_layers, num_blocks, block_size, heads, c.head_dim, self.dtype)
 
     def inject(self, features: Tensor, next_ids: Tensor, positions: Tensor, slots: Tensor, cache: PagedKVCache) -> None:
         """See `Drafter.inject`; the context of a block is the features alone."""

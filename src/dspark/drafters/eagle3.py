@@ -109,8 +109,10 @@ class Eagle3Backbone(FeatureFusion):
 class Eagle3Cache(PagedKVCache):
     """Context keys and values and, for each page, the fused state of the last committed row in it."""
 
-    def __init__(self, config: DrafterConfig, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        super().__init__(1, num_blocks, block_size, config.num_key_value_heads, config.head_dim, dtype)
+    def __init__(
+        self, config: DrafterConfig, num_kv_heads: int, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__(1, num_blocks, block_size, num_kv_heads, config.head_dim, dtype)
         self.states = torch.zeros(num_blocks, config.hidden_size, dtype=dtype)
 
     def keep_last(self, slots: Tensor, fused: Tensor) -> None:
@@ -149,7 +151,7 @@ class Eagle3Drafter(Drafter):
 
     def new_cache(self, num_blocks: int, block_size: int) -> Eagle3Cache:
         """Storage for the layer's context keys and values, and the state that a chain starts from."""
-        return Eagle3Cache(self.config, num_blocks, block_size, self.dtype)
+        return Eagle3Cache(self.config, self.backbone.num_kv_heads, num_blocks, block_size, self.dtype)
 
     def inject(self, features: Tensor, next_ids: Tensor, positions: Tensor, slots: Tensor, cache: PagedKVCache) -> None:
         """See `Drafter.inject`. Overwrites the provisional rows of the chain with the target's own."""
@@ -186,6 +188,8 @@ class Eagle3Drafter(Drafter):
             hidden = self.backbone.step(self.embed(token[:, None]), hidden, batch.row(k), cache)
             logits = self.draft_logits(self.backbone.norm(hidden))[:, 0]
             token, law = self.draw(logits, rows, seq_lens + 1 + k)
+            if self.shards is not None:
+                token = self.shards.agree(token, "drafts")
             tokens.append(token)
             laws.append(law)
         return self.block(tokens, laws)

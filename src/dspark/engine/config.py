@@ -68,6 +68,8 @@ class ModelOptions(Settings):
     """CPU threads; by default as many as there are cores."""
     num_draft_tokens: int | None = Field(None, ge=1)
     """Verify at most this many drafts a round; by default all."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Processes that share both models, as many as torchrun starts: torchrun --nproc-per-node N -m dspark …"""
 
 
 class PlanOptions(Settings):

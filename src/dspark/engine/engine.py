@@ -11,9 +11,11 @@ import torch
 from dspark.drafters.base import Drafter
 from dspark.draws import draw_integer
 from dspark.engine.blocks import BlockAllocator
+from dspark.engine.calls import Line
 from dspark.engine.config import EngineSettings
 from dspark.engine.edits import make_edits
 from dspark.engine.grammar import Grammars
+from dspark.engine.parallel import LeadRunner
 from dspark.engine.planning import Planner
 from dspark.engine.prefix import PrefixIndex
 from dspark.engine.profile import costs_of
@@ -53,7 +55,14 @@ class Engine:
     Not thread-safe: submit, step and abort from one thread, in any order.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None = None, settings: EngineSettings | None = None) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        settings: EngineSettings | None = None,
+        line: Line | None = None,
+    ) -> None:
+        """`line` leads to the processes that have the other shares of a divided pair."""
         self.settings = settings = settings or EngineSettings()
         self.target = target
         self.drafter = drafter if settings.speculate else None
@@ -62,7 +71,8 @@ class Engine:
         self.stats = EngineStats()
         window = num_window_positions(self.drafter)
         num_blocks = settings.num_blocks or 1 + settings.max_batch * settings.blocks_for(self.limit + window)
-        runner = Runner(target.decoder, self.drafter, settings, num_blocks)
+        networks = (target.decoder, self.drafter, settings, num_blocks)
+        runner = Runner(*networks) if line is None else LeadRunner(line, *networks)
         self._grammars = Grammars(target)
         planner = Planner(
             settings.planner,

@@ -12,6 +12,7 @@ from dspark.drafters.layouts.calibration import CALIBRATION_NAME, Calibration
 from dspark.drafters.layouts.deepspec import read_drafter
 from dspark.engine.config import EngineSettings, ModelOptions
 from dspark.engine.engine import Engine
+from dspark.engine.parallel import divide, join, lead_or_follow
 from dspark.errors import CheckpointError
 from dspark.models.target import load_target
 
@@ -19,18 +20,31 @@ SHIPPED_DRAFTERS = {"smollm2-135m": "smollm2-135m-dspark"}
 
 
 def open_engine(options: ModelOptions, settings: EngineSettings, device: torch.device | str = "cpu") -> Engine:
-    """Load target and drafter as the options say. Raises CheckpointError naming what does not fit."""
+    """Load target and drafter as the options say. Raises CheckpointError naming what does not fit.
+
+    With `tensor_parallel` the processes share them, and all but the first stay in here: they leave the program when the
+    first one does. Raises ConfigError when the models cannot be divided so.
+    """
     if options.threads:
         torch.set_num_threads(options.threads)
-    device = torch.device(device)
-    target = load_target(options.target, options.dtype, pack=device.type == "cpu")
+    device, shards = torch.device(device), None
+    if options.tensor_parallel > 1:
+        shards = join(options.tensor_parallel, device)
+        device = shards.device
+    target = load_target(options.target, options.dtype, pack=device.type == "cpu" and shards is None)
     target.decoder.to(device)
     path = drafter_path(options)
-    drafter = None if path is None else read_drafter(path, target.decoder, target.digest).to(device).prepare()
+    drafter = None if path is None else read_drafter(path, target.decoder, target.digest).to(device)
     settings = settings.replace(num_draft_tokens=options.num_draft_tokens)
-    if path is not None and drafter is not None and settings.planner != "static":
-        settings = calibrated(settings, path, drafter)
-    return Engine(target, drafter, settings)
+    if path is not None and drafter is not None:
+        if settings.planner != "static":
+            settings = calibrated(settings, path, drafter)
+        drafter.prepare(pack=shards is None)
+    line = None
+    if shards is not None:
+        divide(target.decoder, drafter, shards)
+        line = lead_or_follow(target.decoder, drafter, shards)
+    return Engine(target, drafter, settings, line)
 
 
 def calibrated(settings: EngineSettings, path: Path, drafter: Drafter) -> EngineSettings:

@@ -12,7 +12,7 @@ from dspark.drafters.base import Drafter
 from dspark.engine.config import EngineSettings
 from dspark.engine.request import Request
 from dspark.models.attention import AttentionBatch, PackedBatch
-from dspark.models.decoder import Decoder
+from dspark.models.decoder import Decoder, DecoderOutput
 from dspark.spec.layout import PackedRows, pack, row_tier
 from dspark.spec.sampling import round_seed
 from dspark.spec.types import DraftBlock, SamplingRows
@@ -94,7 +94,7 @@ class Runner:
             batch = PackedBatch.build(batch, ran)
             token_ids = batch.collect(token_ids)
         taps = self.drafter.config.target_layer_ids if capture and self.drafter is not None else ()
-        output = self.decoder(token_ids, batch, self.cache, taps)
+        output = self.run(token_ids, batch, taps)
         return Forward(batch, output.hidden, output.taps, ran)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Runner:
         assert self.drafter is not None
         batch = self.drafter.draft_batch(window.starts, window.block_tables, self.block_size)
         rows = window.rows._replace(seed=round_seed(window.rows.seed, window.positions))
-        return self.drafter.propose(window.anchors, batch, self.draft_cache, rows, window.positions, self.num_drafts)
+        return self.propose(window.anchors, batch, rows, window.positions)
 
     def inject(self, forward: Forward, requests: list[Request], num_rows: list[int]) -> None:
         """Give the drafter the first num_rows[b] rows of each request, committed, and the tokens that follow them."""
@@ -118,8 +118,25 @@ class Runner:
             keep = torch.arange(forward.features.shape[1], device=self.device) < lens[:, None]  # [B, T]
         following = [r.ids(r.seq_len + 1 - count, r.seq_len + 1) for r, count in zip(requests, num_rows, strict=True)]
         next_ids = torch.tensor([token for ids in following for token in ids], device=self.device)
-        batch, cache = forward.batch, self.draft_cache
-        self.drafter.inject(forward.features[keep], next_ids, batch.positions[keep], batch.slots[keep], cache)
+        batch = forward.batch
+        self.write_context(forward.features[keep], next_ids, batch.positions[keep], batch.slots[keep])
+
+    # The calls of the networks, on tensors alone: what several processes that share them make together.
+
+    def run(self, token_ids: Tensor, batch: AttentionBatch | PackedBatch, taps: tuple[int, ...]) -> DecoderOutput:
+        """The target over token_ids [B, T] or [1, P]: see `Decoder.forward`."""
+        output: DecoderOutput = self.decoder(token_ids, batch, self.cache, taps)
+        return output
+
+    def propose(self, anchors: Tensor, batch: AttentionBatch, rows: SamplingRows, positions: Tensor) -> DraftBlock:
+        """The drafter's block behind anchors [B] at positions [B]: see `Drafter.propose`."""
+        assert self.drafter is not None
+        return self.drafter.propose(anchors, batch, self.draft_cache, rows, positions, self.num_drafts)
+
+    def write_context(self, features: Tensor, next_ids: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """The drafter's context of committed rows: see `Drafter.inject`."""
+        assert self.drafter is not None
+        self.drafter.inject(features, next_ids, positions, slots, self.draft_cache)
 
 
 def num_window_positions(drafter: Drafter | None) -> int:

@@ -157,7 +157,7 @@ class Decoder(nn.Module):
             config.num_hidden_layers,
             num_blocks,
             block_size,
-            [config.kv_heads_of(layer) for layer in range(config.num_hidden_layers)],
+            [module.num_kv_heads for module in self.modules() if isinstance(module, Attention)],
             [config.head_dim_of(layer) for layer in range(config.num_hidden_layers)],
             weight.dtype,
             weight.device,

@@ -42,6 +42,8 @@ def open_pair(options: ModelOptions) -> tuple[Pair | None, list[Check]]:
 
     Raises ConfigError and CheckpointError for what is no pair at all: a name that nothing is found under.
     """
+    if options.tensor_parallel > 1:
+        raise ConfigError("tensor_parallel: the doctor looks at whole models: set it to 1")
     path, files = resolve_model(options.target), drafter_path(options)
     if files is None:
         raise ConfigError(f"drafter {options.drafter}: pass --drafter DIRECTORY ({options.target} ships none)")
