@@ -1,9 +1,11 @@
 """Two processes that share a pair write what one writes; what cannot be shared is refused."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,11 +15,13 @@ from tiny_divided import KINDS, SETTINGS, Kind, answer, make_pair
 from tiny_ranks import join as join_processes
 
 from dspark.drafters.sharding import shard_drafter
+from dspark.engine.calls import LARGE, Line, _Packer, _Unpacker
 from dspark.engine.config import ModelOptions
 from dspark.engine.engine import Engine
 from dspark.engine.pair import open_engine
 from dspark.errors import ConfigError
 from dspark.models.sharding import Shards, shard_decoder
+from dspark.training.parallel import join_ranks
 
 SECONDS = 240
 
@@ -62,6 +66,49 @@ def test_the_number_of_processes_must_be_the_one_started(monkeypatch: pytest.Mon
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match="3 processes were started: run torchrun --nproc-per-node 2 -m dspark"):
         open_engine(ModelOptions(tensor_parallel=2), SETTINGS)
+
+
+def test_a_command_that_shares_its_work_otherwise_refuses() -> None:
+    with join_ranks("cpu"), pytest.raises(ConfigError, match="here every process has models of its own: set it to 1"):
+        open_engine(ModelOptions(tensor_parallel=2), SETTINGS)
+
+
+def test_a_line_is_closed_once_and_not_after_a_broken_call() -> None:
+    """A goodbye to processes that hang in a call would hang, too."""
+    with join_ranks("cpu") as ranks:
+        shards = Shards(ranks.rank, 1, ranks.device)
+        for broken in (False, True):
+            line, shards.counts["call"] = Line(shards), 0
+            with nullcontext() if not broken else pytest.raises(RuntimeError), line.call("run"):
+                if broken:
+                    raise RuntimeError("out of memory")
+            line.close()
+            line.close()
+            assert shards.counts["call"] == (1 if broken else 2)
+
+
+def test_any_tensor_arrives() -> None:
+    """Small ones inside the message, large ones behind it, wherever they stand in it."""
+    large = torch.randn(LARGE)
+    small = [
+        torch.tensor(3),
+        torch.tensor([[True], [False]]),
+        torch.empty(0, 4),
+        torch.arange(12).view(3, 4)[:, ::2],
+        torch.randn(5).bfloat16(),
+        torch.arange(2 * LARGE),
+    ]
+    packer = _Packer(file := io.BytesIO())
+    packer.dump(("run", {"some": small}, large, None))
+    unpacker = _Unpacker(io.BytesIO(file.getvalue()), torch.device("cpu"))
+    name, nested, empty, nothing = unpacker.load()
+    assert (name, nothing) == ("run", None)
+    for sent, arrived in zip(small, nested["some"], strict=True):
+        assert sent.dtype == arrived.dtype
+        assert torch.equal(sent, arrived)
+    assert [id(t) for t in packer.large] == [id(large)]
+    assert [id(t) for t in unpacker.large] == [id(empty)]
+    assert empty.shape == large.shape
 
 
 @pytest.mark.slow

@@ -34,4 +34,4 @@ def _shard_attention(attention: DraftAttention, shards: Shards) -> None:
         attention.v_proj = own_rows(attention.v_proj, shards)
     attention.num_heads //= shards.size
     attention.num_kv_heads //= shards.size
-    attention.o_proj = own_columns(attention.o_proj, shards, "attention")
+    attention.add_module("o_proj", own_columns(attention.o_proj, shards, "attention"))

@@ -116,7 +116,7 @@ def own_rows(linear: nn.Module, shards: Shards, groups: Sequence[int] | None = N
     sizes = list(groups or [linear.out_features])
 
     def share(rows: Tensor) -> Tensor:
-        return torch.cat([part[shards.part(len(part))] for part in rows.split(sizes)])
+        return torch.cat([part[shards.part(len(part))] for part in torch.split(rows, sizes)])
 
     return new_linear(share(linear.weight), None if linear.bias is None else share(linear.bias))
 
@@ -155,8 +155,8 @@ def shard_decoder(decoder: Decoder, shards: Shards) -> None:
     for layer in decoder.layers:
         assert isinstance(layer, DecoderLayer)
         _shard_attention(layer.self_attn, shards)
-        layer.mlp = _shard_mlp(layer.mlp, shards)
-    decoder.lm_head = Gathered(decoder.lm_head_weight, shards, keep=config.tie_word_embeddings)
+        layer.add_module("mlp", _shard_mlp(layer.mlp, shards))
+    decoder.add_module("lm_head", Gathered(decoder.lm_head_weight, shards, keep=config.tie_word_embeddings))
 
 
 def _shard_attention(attention: Attention, shards: Shards) -> None:
@@ -164,7 +164,7 @@ def _shard_attention(attention: Attention, shards: Shards) -> None:
     groups = [count * attention.head_dim for count in heads]
     attention.qkv_proj = own_rows(attention.qkv_proj, shards, groups)
     attention.num_heads, attention.num_kv_heads, attention.num_value_heads = (n // shards.size for n in heads)
-    attention.o_proj = own_columns(attention.o_proj, shards, "attention")
+    attention.add_module("o_proj", own_columns(attention.o_proj, shards, "attention"))
 
 
 def _shard_mlp(mlp: nn.Module, shards: Shards) -> nn.Module:
@@ -178,5 +178,5 @@ def _shard_mlp(mlp: nn.Module, shards: Shards) -> nn.Module:
     assert isinstance(mlp, MLP)
     inner = mlp.down_proj.in_features
     mlp.gate_up_proj = own_rows(mlp.gate_up_proj, shards, [inner, inner])
-    mlp.down_proj = own_columns(mlp.down_proj, shards, "mlp")
+    mlp.add_module("down_proj", own_columns(mlp.down_proj, shards, "mlp"))
     return mlp
