@@ -81,6 +81,9 @@ KINDS = {
 }
 
 
+PLANNED = "biases, DSpark"  # has confidences
+
+
 class Answers(NamedTuple):
     """What a pair wrote, request by request, and how many drafts it accepted."""
 
@@ -135,6 +138,12 @@ def answer(engine: Engine) -> Answers:
     return Answers([completion.token_ids for completion in finished], sum(c.figures.accepted for c in finished))
 
 
+def answer_planned(target: Target, drafter: Drafter, line: Line | None) -> list[int]:
+    """One greedy answer whose verify lengths follow from costs, measured by the same processes."""
+    settings = SETTINGS.replace(max_batch=1, planner="lagged", costs="measure")
+    return Engine(target, drafter, settings, line).generate([[5, 6, 7]], GREEDY)[0].token_ids
+
+
 def start(world_size: int, out: Path) -> list[BaseProcess]:
     """Start processes that answer with every kind of pair in turn and write what they saw to `out`/RANK.json."""
     context = multiprocessing.get_context("forkserver")
@@ -166,6 +175,8 @@ def _run(place: dict[str, Any], world_size: int, out: Path) -> None:
             follow(line, target.decoder, drafter)
         else:
             answers = answer(Engine(target, drafter, SETTINGS, line))
+            if name == PLANNED:
+                (out / "planned.json").write_text(json.dumps(answer_planned(target, drafter, line)))
             line.close()
         sizes = [
             sum(p.numel() for p in layers.parameters()) for layers in (target.decoder.layers, drafter.backbone.layers)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tiny_divided
 import torch
-from tiny_divided import KINDS, SETTINGS, Kind, answer, make_pair
+from tiny_divided import GREEDY, KINDS, PLANNED, SETTINGS, Kind, answer, make_pair
 from tiny_ranks import join as join_processes
 
 from dspark.drafters.sharding import shard_drafter
@@ -41,6 +41,15 @@ def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
         assert lead[name]["counts"].keys() == sites | ({"drafts"} if "EAGLE" in name else set())
         for size, shares in zip(whole, zip(lead[name]["sizes"], other[name]["sizes"], strict=True), strict=True):
             assert max(shares) < 0.6 * size, "each process holds about half of the layers"
+        if name == PLANNED:
+            plain = Engine(target, None, SETTINGS).generate([[5, 6, 7]], GREEDY)[0]
+            assert json.loads((tmp_path / "planned.json").read_text()) == plain.token_ids
+
+
+def test_a_call_that_the_others_do_not_know_of_does_not_wait_for_them() -> None:
+    shards = Shards(0, 2, torch.device("cpu"))
+    with pytest.raises(AssertionError, match="mlp: the other processes do not know of this call"):
+        shards.sum(torch.ones(2), "mlp")
 
 
 @pytest.mark.parametrize(

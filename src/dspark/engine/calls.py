@@ -36,20 +36,22 @@ class Line:
     def call(self, *message: Any) -> Iterator[None]:
         """Tell the others; inside, make the same call here. A call that fails here leaves them without an end."""
         assert self._is_open, "the line is closed: the other processes have left"
-        self._under_way = True
+        self._under_way = self.shards.together = True
         self._send(message)
         yield
-        self._under_way = False
+        self._under_way = self.shards.together = False
 
     def close(self) -> None:
         """Let the others go, once. Where a call failed half-way they hang in it, and whoever started them ends them."""
         if self._is_open and not self._under_way:
-            self._send(None)
+            with self.call():
+                pass
         self._is_open = False
 
     def calls(self) -> Iterator[Any]:
         """The other processes' end: what the first one tells, until it closes the line."""
-        while (message := self._receive()) is not None:
+        self.shards.together = True
+        while message := self._receive():
             yield message
 
     def _send(self, message: Any) -> None:

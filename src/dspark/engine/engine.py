@@ -15,13 +15,13 @@ from dspark.engine.calls import Line
 from dspark.engine.config import EngineSettings
 from dspark.engine.edits import make_edits
 from dspark.engine.grammar import Grammars
-from dspark.engine.parallel import LeadRunner
+from dspark.engine.parallel import make_runner
 from dspark.engine.planning import Planner
 from dspark.engine.prefix import PrefixIndex
 from dspark.engine.profile import costs_of
 from dspark.engine.request import Completion, Origin, Request, RoundRecord, SamplingParams, TokenLogprob
 from dspark.engine.round import Emission, Round
-from dspark.engine.runner import Runner, num_window_positions
+from dspark.engine.runner import num_window_positions
 from dspark.engine.scheduler import Scheduler
 from dspark.engine.stats import EngineLoad, EngineStats
 from dspark.engine.text import TextStream
@@ -71,14 +71,13 @@ class Engine:
         self.stats = EngineStats()
         window = num_window_positions(self.drafter)
         num_blocks = settings.num_blocks or 1 + settings.max_batch * settings.blocks_for(self.limit + window)
-        networks = (target.decoder, self.drafter, settings, num_blocks)
-        runner = Runner(*networks) if line is None else LeadRunner(line, *networks)
+        runner = make_runner(line, target.decoder, self.drafter, settings, num_blocks)
         self._grammars = Grammars(target)
         planner = Planner(
             settings.planner,
             runner.num_drafts,
             settings.max_batch,
-            costs_of(settings, target, self.drafter),
+            costs_of(settings, target, self.drafter, line),
             has_confidence=self.drafter is not None and self.drafter.confidence_head is not None,
             temperatures=settings.confidence_temperatures,
         )

@@ -37,9 +37,9 @@ def open_engine(options: ModelOptions, settings: EngineSettings, device: torch.d
     drafter = None if path is None else read_drafter(path, target.decoder, target.digest).to(device)
     settings = settings.replace(num_draft_tokens=options.num_draft_tokens)
     if path is not None and drafter is not None:
+        drafter.prepare(pack=shards is None)
         if settings.planner != "static":
             settings = calibrated(settings, path, drafter)
-        drafter.prepare(pack=shards is None)
     line = None
     if shards is not None:
         divide(target.decoder, drafter, shards)

@@ -60,6 +60,14 @@ class LeadRunner(Runner):
             super().write_context(features, next_ids, positions, slots)
 
 
+def make_runner(
+    line: Line | None, decoder: Decoder, drafter: Drafter | None, settings: EngineSettings, num_blocks: int
+) -> Runner:
+    """A runner of models that this process has whole, or of those that it shares over `line`."""
+    networks = (decoder, drafter, settings, num_blocks)
+    return Runner(*networks) if line is None else LeadRunner(line, *networks)
+
+
 @torch.inference_mode()
 def follow(line: Line, decoder: Decoder, drafter: Drafter | None) -> None:
     """The other processes: make the calls that the first one tells, until it closes the line.

@@ -19,12 +19,14 @@ import torch
 from numpy import ndarray
 
 from dspark.drafters.base import Drafter
+from dspark.engine.calls import Line
 from dspark.engine.config import EngineSettings
 from dspark.engine.grammar import Grammars
+from dspark.engine.parallel import make_runner
 from dspark.engine.planning import Planner
 from dspark.engine.request import Request, SamplingParams
 from dspark.engine.round import Round
-from dspark.engine.runner import Runner, num_window_positions
+from dspark.engine.runner import num_window_positions
 from dspark.engine.stats import EngineStats
 from dspark.engine.text import TextStream
 from dspark.errors import ConfigError
@@ -62,9 +64,11 @@ class Sample(NamedTuple):
     other_seconds: float
 
 
-def measure_costs(target: Target, drafter: Drafter, settings: EngineSettings, effort: Effort = FULL) -> RoundCosts:
+def measure_costs(
+    target: Target, drafter: Drafter, settings: EngineSettings, effort: Effort = FULL, line: Line | None = None
+) -> RoundCosts:
     """Measure rounds of 1 to `max_batch` requests, plain and with drafts, and fit tables to them."""
-    samples = list(measure(target, drafter, settings, effort))
+    samples = list(measure(target, drafter, settings, effort, line))
     plain = {s.num_requests: s.other_seconds for s in samples if not s.num_drafting}
     speculative = [s for s in samples if s.num_drafting]
     draft: dict[int, list[float]] = {}
@@ -89,12 +93,14 @@ def circumstances(target: Target, drafter: Drafter) -> dict[str, Any]:
     }
 
 
-def measure(target: Target, drafter: Drafter, settings: EngineSettings, effort: Effort) -> Iterator[Sample]:
+def measure(
+    target: Target, drafter: Drafter, settings: EngineSettings, effort: Effort, line: Line | None = None
+) -> Iterator[Sample]:
     """Time rounds over a grid of requests and rows, on a cache of their own that holds zeros."""
     settings = settings.replace(planner="static", record_rounds=False)
     window = num_window_positions(drafter)
     blocks = settings.blocks_for(effort.context + window)
-    runner = Runner(target.decoder, drafter, settings, 1 + settings.max_batch * blocks)
+    runner = make_runner(line, target.decoder, drafter, settings, 1 + settings.max_batch * blocks)
     stats = EngineStats()
     planner = Planner("static", runner.num_drafts, settings.max_batch, None, has_confidence=False)
     rounds = Round(runner, planner, stats, settings, Grammars(target))
@@ -250,12 +256,14 @@ def read_costs(path: str | Path) -> RoundCosts:
     return costs
 
 
-def costs_of(settings: EngineSettings, target: Target, drafter: Drafter | None) -> OnlineCosts | None:
+def costs_of(
+    settings: EngineSettings, target: Target, drafter: Drafter | None, line: Line | None = None
+) -> OnlineCosts | None:
     """The costs that the settings ask for; None where no plan needs them or none are named. Raises ConfigError."""
     if settings.planner == "static" or drafter is None or settings.costs is None:
         return None
     if settings.costs == "measure":
-        return OnlineCosts(measure_costs(target, drafter, settings, QUICK))
+        return OnlineCosts(measure_costs(target, drafter, settings, QUICK, line))
     costs, now = read_costs(settings.costs), circumstances(target, drafter)
     other = [name for name, value in now.items() if costs.measured.get(name, value) != value]
     if other:

@@ -29,7 +29,7 @@ Site = Literal["call", "states", "attention", "mlp", "logits", "drafts"]
 sums of a layer; logits: the vocabulary's shares put together; drafts: a chain's token, which its next row reads."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Shards:
     """This process's place among those that share a model, and their collectives: all join each, in the same order."""
 
@@ -38,6 +38,7 @@ class Shards:
     device: torch.device
     group: dist.ProcessGroup | None = None  # None: every process
     counts: Counter[str] = field(default_factory=Counter)  # collectives so far, by site
+    together: bool = False  # whether the others are in the same call: a collective alone would wait for ever
 
     def part(self, count: int) -> slice:
         """This process's of `count` things, which `check_divides` let pass."""
@@ -66,6 +67,7 @@ class Shards:
     @contextmanager
     def at(self, site: Site) -> Iterator[None]:
         """Name what runs inside for profiles, and count it."""
+        assert self.together, f"{site}: the other processes do not know of this call; it belongs into a runner's"
         self.counts[site] += 1
         with record_function(f"dspark.sync.{site}"):
             yield
