@@ -36,16 +36,17 @@ def catch_up(runner: Runner, requests: Sequence[Request]) -> None:
     requests = [request for request in requests if request.held]
     if not requests:
         return
-    assert runner.drafter is not None
     size, device = runner.block_size, runner.device
-    positions, slots, next_ids = [], [], []
+    positions: list[int] = []
+    slots: list[int] = []
+    next_ids: list[int] = []
     for request in requests:
         begin, end = request.context_len, request.seq_len
         positions += range(begin, end)
-        slots += [request.block_table[at // size] * size + at % size for at in range(begin, end)]
+        slots += [request.block_table[p // size] * size + p % size for p in range(begin, end)]
         next_ids += request.ids(begin + 1, end + 1)
     features = torch.stack([features[row] for request in requests for features, row in request.held])
-    columns = (torch.tensor(column, device=device) for column in (next_ids, positions, slots))
-    runner.drafter.inject(features, *columns, runner.draft_cache)
+    following, at, into = (torch.tensor(column, device=device) for column in (next_ids, positions, slots))
+    runner.write_context(features, following, at, into)
     for request in requests:
         request.held.clear()
