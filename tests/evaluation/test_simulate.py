@@ -6,12 +6,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dspark.errors import ConfigError, DataError
+from dspark.drafters.layouts.calibration import Calibration
+from dspark.errors import CheckpointError, ConfigError, DataError
 from dspark.evaluation.acceptance import GivenAcceptance, RecordedAcceptance, constant_chance
 from dspark.evaluation.config import SimulateOptions
 from dspark.evaluation.load_model import Load
 from dspark.evaluation.published import Published
-from dspark.evaluation.simulate import POLICIES, Point, Scene, Simulation, by_policy, shape_error, simulate_point
+from dspark.evaluation.simulate import (
+    POLICIES,
+    Point,
+    Scene,
+    Simulation,
+    by_policy,
+    open_scene,
+    shape_error,
+    simulate_point,
+)
 from dspark.evaluation.simulation_report import points_table, run
 from dspark.spec.cost import AdditiveProfile, Curve, RoundCosts
 
@@ -146,6 +156,27 @@ def test_rounds_without_confidences_are_planned_by_what_was_accepted(tmp_path: P
     assert not law.has_confidence
     found = point("early_stop", 2, Scene(COSTS, law, None))
     assert found.tokens_per_second > point("fixed", 2, Scene(COSTS, law, None)).tokens_per_second
+
+
+def test_a_calibration_goes_with_recorded_rounds(tmp_path: Path) -> None:
+    rows = recorded(tmp_path / "rows.jsonl")
+    calibration = Calibration(
+        drafter_digest="d",
+        target="t",
+        target_digest="t",
+        temperatures=(1.0, 2.0, 4.0, 0.5),
+        sampling_temperatures=(1.0,),
+        prompts=("p",),
+        num_rounds=6,
+        num_held_out_rounds=0,
+        ece_before=(0.0,) * 4,
+        ece_after=(0.0,) * 4,
+    )
+    calibration.write(tmp_path)
+    given = {"acceptance": rows, "calibration": tmp_path / "calibration.json"}
+    assert open_scene(SimulateOptions.from_dict(given, "test")).temperatures == (1.0, 2.0, 4.0, 0.5)
+    with pytest.raises(CheckpointError, match="no such calibration: make it with dspark calibrate"):
+        open_scene(SimulateOptions.from_dict(given | {"calibration": tmp_path / "none.json"}, "test"))
 
 
 def test_bad_records_are_named(tmp_path: Path) -> None:
