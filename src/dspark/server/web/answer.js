@@ -47,7 +47,7 @@ export function speed(answer) {
   return seconds === null ? null : (answer.numTokens - 1) / seconds;
 }
 
-// Running averages with speculation and without: all tokens of a kind over all of their seconds.
+// Running averages with speculation and without, as it was asked for: all tokens of a kind over all of their seconds.
 export class Speeds {
   on = { answers: 0, tokens: 0, seconds: 0 };
   off = { answers: 0, tokens: 0, seconds: 0 };
@@ -55,7 +55,7 @@ export class Speeds {
   add(answer) {
     const seconds = decodeSeconds(answer);
     if (seconds === null) return;
-    const kind = answer.figures.rounds > 0 ? this.on : this.off;
+    const kind = answer.mode === "off" ? this.off : this.on;
     kind.answers += 1;
     kind.tokens += answer.numTokens - 1;
     kind.seconds += seconds;

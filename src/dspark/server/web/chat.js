@@ -81,14 +81,14 @@ export class Chat {
     const parts = [
       `${numTokens} tokens`,
       ...(rate === null ? [] : [`${rate.toFixed(1)} tok/s`]),
-      ...(figures.rounds ? [`τ ${figures.accepted_length.toFixed(2)}`, `${figures.accepted} of ${figures.drafted} drafts`] : ["no speculation"]),
+      ...(figures.rounds ? [`τ ${figures.accepted_length.toFixed(2)}`, `${figures.accepted} of ${figures.drafted} drafts`] : [answer.mode === "off" ? "no speculation" : "no drafts"]),
       ...(finishReason === "length" ? ["cut at the token limit"] : []),
     ];
     this.#follow(() => turn.facts.append(...parts.map(fact), ...this.#comparison(turn, messages, answer)));
   }
 
   #comparison(turn, messages, answer) {
-    const off = answer.figures.rounds > 0;
+    const off = answer.mode !== "off"; // what to compare with
     if (!off && !this.on.canSpeculate()) return [];
     const button = document.createElement("button");
     button.type = "button";
