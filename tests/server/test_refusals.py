@@ -172,3 +172,13 @@ def test_other_paths_and_methods_have_the_same_shape(http):
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "model_not_found")
     assert http.get("/v1/models/other").status_code == 404
     assert http.get("/v1/models/tiny").json()["id"] == "tiny"
+
+
+def test_the_mode_of_a_request_is_the_servers(make_served):
+    with make_served(engine={"planner": "lagged"}) as served, httpx.Client(base_url=served.base, timeout=20) as http:
+        answers = [
+            http.post("/v1/completions", json=TEXT | {"speculative": {"mode": mode}}) for mode in ("adaptive", "off")
+        ]
+        assert [answer.status_code for answer in answers] == [200, 200]
+        refused = http.post("/v1/completions", json=TEXT | {"speculative": {"mode": "static"}})
+        assert refused.json()["error"]["param"] == "speculative.mode"

@@ -35,7 +35,7 @@ def _branch(value: object) -> str:
     return "[object]" if isinstance(value, dict) else "[text]"
 
 
-Union = Discriminator(_branch)
+ByKind = Discriminator(_branch)
 Stops = Annotated[list[Text], Field(max_length=64)]
 
 
@@ -81,7 +81,7 @@ class SamplingFields(Body):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: Annotated[Annotated[Text, Tag("[text]")] | Annotated[Stops, Tag("[list]")], Union] | None = None
+    stop: Annotated[Annotated[Text, Tag("[text]")] | Annotated[Stops, Tag("[list]")], ByKind] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -107,7 +107,7 @@ class CompletionRequest(SamplingFields):
         | Annotated[list[Text], Tag("[list]")]
         | Annotated[list[int], Tag("[numbers]")]
         | Annotated[list[list[int]], Tag("[lists]")],
-        Union,
+        ByKind,
     ]
     logprobs: int | None = None  # list so many of the likeliest tokens beside each token
 
@@ -138,7 +138,7 @@ class ChatMessage(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Annotated[str, Tag("[text]")] | Annotated[list[TextPart], Tag("[list]")], Union] | None = None
+    content: Annotated[Annotated[str, Tag("[text]")] | Annotated[list[TextPart], Tag("[list]")], ByKind] | None = None
     name: str | None = None
     tool_calls: list[ToolCallPart] | None = None
     tool_call_id: str | None = None
@@ -201,7 +201,8 @@ class ChatRequest(SamplingFields):
     tools: list[Tool] | None = None
     tool_choice: (
         Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("[text]")] | Annotated[NamedTool, Tag("[object]")], Union
+            Annotated[Literal["none", "auto", "required"], Tag("[text]")] | Annotated[NamedTool, Tag("[object]")],
+            ByKind,
         ]
         | None
     ) = None
