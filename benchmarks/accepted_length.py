@@ -12,13 +12,11 @@ import json
 from pathlib import Path
 
 import torch
-from common import open_pair, read_prompts
+from common import ALL_SETS, open_pair, read_prompts
 
 from dspark.engine.request import Completion, SamplingParams
 from dspark.files import atomic_path
 from dspark.log import progress
-
-ALL_SETS = ("gsm8k", "math500", "aime25", "mbpp", "humaneval", "lbpp", "livecodebench", "mt-bench", "arena-hard-v2")
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from dspark.engine.config import ModelOptions
 
 HERE = Path(__file__).parent
 SHARED_SETS = HERE.parent.parent / "shared" / "data" / "eval"
+ALL_SETS = ("gsm8k", "math500", "aime25", "mbpp", "humaneval", "lbpp", "livecodebench", "mt-bench", "arena-hard-v2")
 SETS = ("humaneval", "gsm8k", "mt-bench")
 
 

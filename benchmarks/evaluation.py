@@ -5,10 +5,10 @@
 
 `batch16_over_batch1`: prompts per hour of an evaluation, speculation and plain decoding both, in batches of 16 over one
 at a time; the two take turns block by block within one run. `batch_invariant`: greedy float32 texts of both are the
-same, and so are the drafts accepted in every round. `ece_max_after_sts`: calibration error of the worst position on
-held-out prompts, after sequential temperature scaling on the others; `ece_noise_max` is what chance alone would show.
-`doctor_found`: of `doctor_planted` faults, planted one at a time in a tiny pair trained for it, those that `dspark
-doctor` names; `doctor_false_alarms` counts the faults that it names in the same pair untouched.
+same, and so are the drafts accepted in every round. `ece_max_after_sts`: calibration error of the worst position with
+the calibration that lies beside the drafter, on sets that had no part in it; `ece_noise_max` is what chance alone would
+show. `doctor_found`: of `doctor_planted` faults, planted one at a time in a tiny pair trained for it, those that
+`dspark doctor` names; `doctor_false_alarms` counts the faults that it names in the same pair untouched.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from common import SETS, SHARED_SETS
+from common import ALL_SETS, SETS, SHARED_SETS
 from planted_faults import doctor_found
 
+from dspark.data.sources import select_prompts
+from dspark.drafters.layouts.calibration import CALIBRATION_NAME, Calibration
 from dspark.engine.config import EngineSettings, ModelOptions
 from dspark.engine.engine import Engine
-from dspark.engine.pair import open_engine
-from dspark.evaluation.calibrate import calibrate
+from dspark.engine.pair import drafter_path, open_engine
+from dspark.evaluation.calibrate import judge
 from dspark.evaluation.config import CalibrateOptions, MeasureOptions
+from dspark.evaluation.rounds import collect
 from dspark.evaluation.rows import Row, Setting, make_cases
 from dspark.evaluation.runner import answers, warm_up
 from dspark.evaluation.tasks import load_tasks
@@ -79,20 +82,25 @@ def batching(args: argparse.Namespace) -> dict[str, object]:
 
 
 def calibration(args: argparse.Namespace) -> dict[str, object]:
-    """The worst calibration error before and after, of half of the prompts, which the fit has not seen."""
-    files = [args.data / f"{name}.jsonl" for name in args.sets]
-    with TemporaryDirectory() as out:
-        options = CalibrateOptions(
-            prompts=tuple(files), limit=args.calibration_prompts, max_tokens=args.tokens, out=Path(out)
-        )
-        settings = EngineSettings(max_batch=options.max_batch, max_length=options.max_length, record_rounds=True)
-        engine = open_engine(ModelOptions(target=args.target, drafter=args.drafter), settings)
-        report = calibrate(engine, options, Path(out))
+    """The worst calibration error of the drafter as it is shipped, on prompts that its calibration has not seen."""
+    files = tuple(args.data / f"{name}.jsonl" for name in args.calibration_sets)
+    path = drafter_path(model := ModelOptions(target=args.target, drafter=args.drafter))
+    assert path is not None, "without a drafter there is nothing to calibrate"
+    options = CalibrateOptions(prompts=files, limit=args.calibration_prompts, max_tokens=args.calibration_tokens)
+    settings = EngineSettings(max_batch=options.max_batch, max_length=options.max_length, record_rounds=True)
+    engine = open_engine(model, settings)
+    assert engine.drafter is not None
+    shipped = Calibration.read(path / CALIBRATION_NAME, engine.drafter)
+    prompts = select_prompts(files, options.limit, options.seed)
+    with TemporaryDirectory() as temporary:
+        answered = collect(engine, prompts, options, (args.keep or Path(temporary)) / "evaluation.rounds.jsonl")
+    rounds = [record for answer in answered for record in answer.rounds]
+    before, after = judge(rounds), judge(rounds, shipped.temperatures)
     return {
-        "ece_max_after_sts": round(report.after.ece_max, 4),
-        "ece_max_before_sts": round(report.before.ece_max, 4),
-        "ece_noise_max": round(max(position.ece_noise for position in report.after.positions), 4),
-        "held_out_rounds": report.after.num_rounds,
+        "ece_max_after_sts": round(after.ece_max, 4),
+        "ece_max_before_sts": round(before.ece_max, 4),
+        "ece_noise_max": round(max(position.ece_noise for position in after.positions), 4),
+        "held_out_rounds": after.num_rounds,
     }
 
 
@@ -124,7 +132,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sets", nargs="+", default=list(SETS))
     parser.add_argument("--prompts", type=int, default=32, help="per set")
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--calibration-prompts", type=int, default=80, help="per set, half of them to judge on")
+    parser.add_argument("--calibration-sets", nargs="+", default=list(ALL_SETS), help="of prompts it was not fitted on")
+    parser.add_argument("--calibration-prompts", type=int, default=25, help="per set")
+    parser.add_argument("--calibration-tokens", type=int, default=64)
+    parser.add_argument("--keep", type=Path, help="directory that keeps the rounds judged, for another run")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
