@@ -109,7 +109,8 @@ def test_tokens_and_back(http, served):
     assert http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"] == "user: ab\nassistant: "
     for path, body in (
         ("/tokenize", {}),
-        ("/tokenize", {"prompt": "a", "messages": []}),
+        ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}),
+        ("/tokenize", {"messages": []}),
         ("/detokenize", {"tokens": [-1]}),
     ):
         assert http.post(path, json=body).status_code == 400
