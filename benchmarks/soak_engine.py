@@ -67,13 +67,16 @@ class Alone:
     """What each request says when it has the engine to itself: the same settings, one place, no prefix cache."""
 
     engine: Engine
-    answers: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict)
+    answers: dict[tuple[tuple[int, ...], int, int], list[int]] = field(default_factory=dict)
 
     def tokens(self, case: Case) -> list[int]:
         """The whole answer, cut where the case stops."""
-        key = case.prompt, case.kind
+        kind = KINDS[case.kind]
+        # A sampled answer with a nearer end is not the start of a longer one: its last rounds judge fewer drafts.
+        longest = case.max_tokens if kind.temperature and kind.speculate else LONGEST
+        key = case.prompt, case.kind, longest
         if key not in self.answers:
-            (done,) = self.engine.generate([case.prompt], KINDS[case.kind])
+            (done,) = self.engine.generate([case.prompt], kind.replace(max_tokens=longest))
             self.answers[key] = done.token_ids
         answer = self.answers[key][: case.max_tokens]
         ends = [i + 1 for i, token in enumerate(answer) if token in case.stop_token_ids]
