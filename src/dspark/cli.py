@@ -140,7 +140,11 @@ def calibrate(options: Annotated[CalibrateOptions, tyro.conf.arg(name="")]) -> N
 
 
 def profile(options: Annotated[ProfileOptions, tyro.conf.arg(name="")]) -> None:
-    """Measure what rounds take on this machine, and write the table by which planners decode as fast as it can.
+    """Measure what rounds take on this machine: the table by which an engine chooses how much to draft and to verify.
+
+    Made-up requests, 1, 2, 4, ... up to max_batch at once, are decoded plainly and with more and more drafts each. Give
+    the file to `dspark generate --costs` or `dspark chat --costs` or, as `costs`, to an engine's settings, and measure
+    again for another machine, number of threads, target or drafter.
 
     Example: dspark profile --out costs.json --max-batch 32
     """
