@@ -258,9 +258,9 @@ class Round:
         return self.judge(requests, block, logits, VerifyPlan(torch.ones_like(positions)), rows, positions)
 
     def _count_rows(self, requests: list[Request], plan: VerifyPlan) -> None:
-        """What a request that speculates ran, for the next step's budget."""
+        """What a request that speculates ran, for the next step's budget. Without a planner it is known: all it may."""
         speculating = sum(request.speculates for request in requests)
-        if speculating:
+        if speculating and self.planner.adapts:
             self.rows_per_request = 1 + (int(plan.num_rows.sum()) - len(requests)) / speculating
 
     def _record(self, emissions: list[Emission], plan: VerifyPlan, block: DraftBlock) -> None:
