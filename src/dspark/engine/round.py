@@ -25,7 +25,7 @@ from dspark.engine.request import Origin, Request, RoundRecord, TokenLogprob
 from dspark.engine.runner import Forward, Runner, Window, window_of
 from dspark.engine.scheduler import Chunk
 from dspark.engine.stats import AcceptanceWatch, EngineStats
-from dspark.spec.accept import accept
+from dspark.spec.accept import accept, emitted
 from dspark.spec.layout import pack, scatter
 from dspark.spec.planner import static_plan
 from dspark.spec.sampling import round_seed
@@ -283,8 +283,8 @@ class Round:
 
 def outputs(block: DraftBlock, acceptance: Acceptance) -> list[list[int]]:
     """The round's tokens of each request: its accepted drafts, then the bonus (-1 where the request can not go on)."""
-    drafts, correct, bonus = block.tokens.tolist(), acceptance.correct_len.tolist(), acceptance.bonus.tolist()
-    return [[*row[:count], last] for row, count, last in zip(drafts, correct, bonus, strict=True)]
+    rows, lens = emitted(block.tokens, acceptance).tolist(), acceptance.commit_len.tolist()
+    return [row[:count] for row, count in zip(rows, lens, strict=True)]
 
 
 def keep_records(

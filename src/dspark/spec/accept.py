@@ -7,9 +7,11 @@ Row i of the target's logits judges draft i and, if the run ends there, gives th
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Float32, Float64, Int64
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
 
+from dspark.kernels.choice import kernels_for
 from dspark.spec.sampling import Role, argmax, categorical, probabilities, uniform
 from dspark.spec.types import Acceptance, DraftBlock, SamplingRows, VerifyPlan
 
@@ -63,16 +65,27 @@ def accept(
     return outcome
 
 
+def emitted(tokens: Int64[Tensor, "B G"], acceptance: Acceptance) -> Int64[Tensor, "B T"]:
+    """What each request puts out: its accepted drafts, then the bonus, then -1."""
+    if kernels := kernels_for(tokens):
+        out: Tensor = kernels.emit(tokens, acceptance.correct_len, acceptance.bonus)
+        return out
+    place = torch.arange(tokens.shape[1] + 1, device=tokens.device)
+    end = acceptance.correct_len[:, None]
+    return torch.where(place < end, F.pad(tokens, (0, 1)), torch.where(place == end, acceptance.bonus[:, None], -1))
+
+
 def _accept_greedy(
     tokens: Int64[Tensor, "B G"], logits: Float[Tensor, "B T V"], verify_lens: Int64[Tensor, " B"]
 ) -> Acceptance:
     best = argmax(logits)
     finite = logits.gather(2, best.unsqueeze(2)).squeeze(2).isfinite()
     best = torch.where(finite, best, -1)
-    judged = torch.arange(tokens.shape[1], device=tokens.device) < verify_lens[:, None]
-    run = ((tokens == best[:, :-1]) & judged).long().cumprod(1).sum(1)
+    passed = tokens == best[:, :-1]
+    if kernels := kernels_for(passed):
+        return Acceptance(*kernels.end_run(passed, verify_lens, best))
     # Where the cap cuts the run, the argmax of the last row is the draft it accepted.
-    correct_len = torch.minimum(run, verify_lens - 1)
+    correct_len = torch.minimum(passed.long().cumprod(1).sum(1), verify_lens - 1)
     return Acceptance(correct_len, best.gather(1, correct_len.unsqueeze(1)).squeeze(1))
 
 
@@ -133,7 +146,7 @@ def _accept_blocks(
     p = probabilities(logits, rows)
     likeness = p[:, :-1].gather(2, block.tokens.unsqueeze(2)).squeeze(2) / _drafted_probs(block, vocab)
     weights = torch.ones(batch_size, num_rows, dtype=torch.float64, device=logits.device)
-    correct_len = torch.zeros_like(positions)
+    passed = torch.empty_like(block.tokens, dtype=torch.bool)
     for length in range(1, num_rows):
         weight = (weights[:, length - 1] * likeness[:, length - 1]).nan_to_num(0.0).clamp_max(1.0)
         passes = weights[:, length] = weight
@@ -141,12 +154,21 @@ def _accept_blocks(
             left = _left(p[:, length] * weight.float()[:, None], block, everyone, length).sum(1, dtype=torch.float64)
             # 0 / 0: the laws are equal and nothing is left to draw here, but then a longer prefix passes.
             passes = (left / (left + 1 - weight)).nan_to_num(1.0)
-        correct_len = torch.where(noise[:, length - 1] < passes, length, correct_len)
+        passed[:, length - 1] = noise[:, length - 1] < passes
+    correct_len = _behind_last(passed, verify_lens)
     last = p[everyone, correct_len]
     ended = (correct_len < num_rows - 1).nonzero().squeeze(1)
     at = correct_len[ended]
     last[ended] = _residual(last[ended] * weights[ended, at].float()[:, None], block, ended, at)
     return Acceptance(correct_len, categorical(last, uniform(rows.seed, positions + 1 + correct_len, Role.BONUS)))
+
+
+def _behind_last(passed: Bool[Tensor, "B G"], verify_lens: Int64[Tensor, " B"]) -> Int64[Tensor, " B"]:
+    """How many drafts the longest prefix has that passed."""
+    if kernels := kernels_for(passed):
+        correct_len: Tensor = kernels.end_run(passed, verify_lens, last=True)[0]
+        return correct_len
+    return (passed * torch.arange(1, passed.shape[1] + 1, device=passed.device)).amax(1)
 
 
 def _drafted_probs(block: DraftBlock, vocab: int) -> Float64[Tensor, "B G"]:

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Bool, Int64, Shaped
 from torch import Tensor
 
+from dspark.kernels.choice import kernels_for
+
 # Up to each number of rows, counts are rounded up to this multiple: few shapes, and few rows that serve nobody.
 _TIERS = ((8, 1), (64, 4), (128, 8), (512, 16), (2048, 64))
 _COARSEST = 256
@@ -45,6 +47,8 @@ def row_tier(num_rows: int) -> int:
 def pack(lens: Int64[Tensor, " B"], pad_to: int = 0) -> PackedRows:
     """The first `lens[b]` rows of each request, one after the other, and pad rows up to `pad_to`."""
     num_real = int(lens.sum())
+    if kernels := kernels_for(lens):
+        return PackedRows(*kernels.pack_rows(lens, max(num_real, pad_to)), num_real)
     requests = torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens, output_size=num_real)
     first = lens.cumsum(0) - lens
     offsets = torch.arange(num_real, device=lens.device) - first[requests]
@@ -55,6 +59,10 @@ def pack(lens: Int64[Tensor, " B"], pad_to: int = 0) -> PackedRows:
 
 def scatter(packed: Shaped[Tensor, "P ..."], rows: PackedRows, batch_size: int, width: int) -> Tensor:
     """Packed rows back in their places, [B, width, *rest]; rows that did not run hold zeros."""
-    out = packed.new_zeros(batch_size * width, *packed.shape[1:])
-    out.index_copy_(0, rows.flat(width), packed[: rows.num_real])
+    places = rows.flat(width)
+    if kernels := kernels_for(packed):
+        out: Tensor = kernels.scatter_rows(packed, places, batch_size * width)
+    else:
+        out = packed.new_zeros(batch_size * width, *packed.shape[1:])
+        out.index_copy_(0, places, packed[: rows.num_real])
     return out.view(batch_size, width, *packed.shape[1:])

@@ -1,0 +1,1 @@
+"""Triton kernels behind functions of `spec`, used on CUDA devices."""
