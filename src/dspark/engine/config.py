@@ -64,12 +64,20 @@ class ModelOptions(Settings):
     """A drafter directory; "auto" takes the one shipped for the target, "none" decodes plainly."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """"auto": as stored, but float32 where the processor does not compute in bfloat16."""
+    weights: Literal["stored", "int8"] = "stored"
+    """int8: round the weights of the target's linear layers to 8 bits; answers then follow that target. CPU only."""
     threads: int | None = Field(None, ge=1)
     """CPU threads; by default as many as there are cores."""
     num_draft_tokens: int | None = Field(None, ge=1)
     """Verify at most this many drafts a round; by default all."""
     tensor_parallel: int = Field(1, ge=1)
     """Processes that share both models, as many as torchrun starts: torchrun --nproc-per-node N -m dspark …"""
+
+    @model_validator(mode="after")
+    def _quantised_weights_are_whole(self) -> Self:
+        if self.weights != "stored" and self.tensor_parallel > 1:
+            raise ValueError(f"weights {self.weights} cannot be shared among processes: set tensor_parallel to 1")
+        return self
 
 
 class PlanOptions(Settings):

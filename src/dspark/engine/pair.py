@@ -13,8 +13,11 @@ from dspark.drafters.layouts.deepspec import read_drafter
 from dspark.engine.config import EngineSettings, ModelOptions
 from dspark.engine.engine import Engine
 from dspark.engine.parallel import divide, join, lead_or_follow
-from dspark.errors import CheckpointError
+from dspark.errors import CheckpointError, ConfigError
+from dspark.log import get_logger
 from dspark.models.target import load_target
+
+_log = get_logger(__name__)
 
 SHIPPED_DRAFTERS = {"smollm2-135m": "smollm2-135m-dspark"}
 
@@ -31,13 +34,24 @@ def open_engine(options: ModelOptions, settings: EngineSettings, device: torch.d
     if options.tensor_parallel > 1:
         shards = join(options.tensor_parallel, device)
         device = shards.device
-    target = load_target(options.target, options.dtype, pack=device.type == "cpu" and shards is None)
+    if options.weights != "stored" and device.type != "cpu":
+        raise ConfigError(f"weights {options.weights} run on the CPU only, not on {device}: set weights to stored")
+    pack = device.type == "cpu" and shards is None
+    target = load_target(options.target, options.dtype, pack=pack, weights=options.weights)
     target.decoder.to(device)
     path = drafter_path(options)
-    drafter = None if path is None else read_drafter(path, target.decoder, target.digest).to(device)
+    drafter = (
+        None if path is None else read_drafter(path, target.decoder, target.stored_digest or target.digest).to(device)
+    )
     settings = settings.replace(num_draft_tokens=options.num_draft_tokens)
     if path is not None and drafter is not None:
         drafter.prepare(pack=shards is None)
+        if target.stored_digest is not None:
+            _log.warning(
+                "drafter %s was made for this target's stored weights, not for %s: answers follow the %s target, but "
+                "fewer drafts may be accepted, and a calibration may fit less well",
+                path, options.weights, options.weights,
+            )  # fmt: skip
         if settings.planner != "static":
             settings = calibrated(settings, path, drafter)
     line = None

@@ -11,7 +11,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 Kernel = Callable[[Tensor], Tensor]
 KernelName = Literal["plain", "packed", "packed_float32"]
+Name = TypeVar("Name", bound=str)
 
 ENV_SWITCH = "DSPARK_LINEAR"  # "plain" keeps F.linear everywhere
 _MEASURED_ROWS = (1, 8)  # one row, and several: what wins at 8 wins beyond
@@ -98,20 +99,39 @@ def choose(out_features: int, in_features: int, dtype: torch.dtype, num_threads:
     generator = torch.Generator().manual_seed(0)
     outputs = min(out_features, max(64, _MAX_MEASURED_WEIGHTS // in_features))
     weight = torch.randn(outputs, in_features, generator=generator).to(dtype)
-    inputs = [torch.randn(1, rows, in_features, generator=generator).to(dtype) for rows in _MEASURED_ROWS]
-    kernels: dict[KernelName, Kernel] = {"plain": make_kernel("plain", weight, None)}
-    names: tuple[KernelName, ...] = ("packed",) if dtype == torch.float32 else ("packed", "packed_float32")
+    inputs = measured_inputs(in_features, dtype)
+    names: list[KernelName] = ["plain", "packed"]
+    if dtype == torch.bfloat16:
+        names.append("packed_float32")
+    return fastest(names, lambda name: make_kernel(name, weight, None), inputs, weight)
+
+
+def fastest(
+    names: list[Name], make: Callable[[Name], Kernel], inputs: list[Tensor], weight: Tensor
+) -> tuple[Name, Name]:
+    """Return the fastest kernels for one row and for several, of those that are here and multiply by weight [O, I].
+
+    `inputs` are the rows to measure with, few and several; the first name is that of a kernel that always works.
+    """
+    kernels = {}
     for name in names:
         try:
-            kernel = make_kernel(name, weight, None)
-            if all(_agrees(kernel(x), x, weight) for x in inputs):
+            kernel = make(name)
+            if name == names[0] or all(_agrees(kernel(x), x, weight) for x in inputs):
                 kernels[name] = kernel
         except (AttributeError, RuntimeError):  # this build of torch, or this CPU, lacks the kernel
-            continue
+            if name == names[0]:
+                raise
     other = torch.ones(_CACHE_BYTES // 4)
     one_row, many_rows = ({name: _seconds(kernel, x, other) for name, kernel in kernels.items()} for x in inputs)
     best_many, best_one = min(many_rows, key=many_rows.__getitem__), min(one_row, key=one_row.__getitem__)
     return best_one if one_row[best_one] < _GAIN * one_row[best_many] else best_many, best_many
+
+
+def measured_inputs(in_features: int, dtype: torch.dtype) -> list[Tensor]:
+    """Rows [1, N, I] to measure kernels with: one, and several."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(1, rows, in_features, generator=generator).to(dtype) for rows in _MEASURED_ROWS]
 
 
 def _agrees(output: Tensor, x: Tensor, weight: Tensor) -> bool:

@@ -15,6 +15,7 @@ from dspark.models.decoder import Decoder
 from dspark.models.ends import Ends
 from dspark.models.hub import resolve_model
 from dspark.models.linear import multiplies_bfloat16, pack_linears
+from dspark.models.quantized import WeightsName, quantize_linears, quantized_digest
 from dspark.models.states import DecoderStates, StateSource
 from dspark.models.tokenizer import Tokenizer, chat_template_digest, load_tokenizer, tokenizer_digest
 from dspark.models.weights import (
@@ -41,6 +42,8 @@ DTYPES: dict[str, torch.dtype | None] = {"bfloat16": torch.bfloat16, "float32": 
 class Target:
     """A loaded target. Digests are 16 hex digits; `digest` covers config and weights, whatever their file or dtype.
 
+    Quantised weights have a `digest` of their own; `stored_digest` is then that of the files, which drafters name.
+
     `model` is our decoder; for capture and training alone it may be transformers' model of an architecture that we do
     not decode, or just the two ends that training on cached states needs.
     """
@@ -52,6 +55,7 @@ class Target:
     tokenizer_digest: str
     chat_template_digest: str
     ends_digest: str
+    stored_digest: str | None = None
 
     @property
     def config(self) -> DecoderConfig:
@@ -85,13 +89,18 @@ class Target:
 
 
 def load_target(
-    name_or_path: str | Path, dtype: DtypeName = "auto", pack: bool = True, capture: CaptureName = "decoder"
+    name_or_path: str | Path,
+    dtype: DtypeName = "auto",
+    pack: bool = True,
+    capture: CaptureName = "decoder",
+    weights: WeightsName = "stored",
 ) -> Target:
     """Load a built-in model, a Hugging Face directory or hub id, or a GGUF file.
 
     `dtype` "auto" keeps the stored one, but takes float32 for bfloat16 where the CPU does not compute in it: several
     rows then cost the same, and the numbers are exact. `pack` lays the weights out for fast inference on this machine;
-    without it they stay plain `nn.Linear`, as training needs them. `capture` other than "decoder" allows models that
+    without it they stay plain `nn.Linear`, as training needs them. `weights` "int8" rounds those of linear layers to 8
+    bits, for inference on the CPU. `capture` other than "decoder" allows models that
     transformers runs, for their states alone. Raises `CheckpointError`.
     """
     path, name = resolve_model(name_or_path), str(name_or_path)
@@ -100,9 +109,14 @@ def load_target(
     wanted = {"auto": None if multiplies_bfloat16() else torch.float32} | DTYPES
     decoder = load_decoder(path, wanted[dtype])
     digests = weights_digest(decoder), ends_digest(decoder)
-    if pack:
+    if weights == "int8":
+        quantize_linears(decoder)
+    elif pack:
         pack_linears(decoder)
-    return _target(name, decoder, path, *digests)
+    target = _target(name, decoder, path, *digests)
+    if weights == "stored":
+        return target
+    return replace(target, digest=quantized_digest(target.digest, weights), stored_digest=target.digest)
 
 
 def load_target_ends(name_or_path: str | Path, dtype: Literal["bfloat16", "float32"], digest: str) -> Target:

@@ -174,6 +174,8 @@ def test_what_is_no_pair_is_refused(pair: Path, tmp_path: Path) -> None:
         examine(options.replace(model=options.model.replace(drafter="none")))
     with pytest.raises(ConfigError, match="tensor_parallel: the doctor looks at whole models"):
         examine(options.replace(model=options.model.replace(tensor_parallel=2)))
+    with pytest.raises(ConfigError, match="weights: the doctor compares with transformers"):
+        examine(options.replace(model=options.model.replace(weights="int8")))
     with pytest.raises(CheckpointError, match="no such model"):
         examine(options.replace(model=options.model.replace(target=str(tmp_path / "nowhere"))))
     with pytest.raises(RequestError, match="prompt is empty"):

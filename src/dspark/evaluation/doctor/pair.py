@@ -44,6 +44,8 @@ def open_pair(options: ModelOptions) -> tuple[Pair | None, list[Check]]:
     """
     if options.tensor_parallel > 1:
         raise ConfigError("tensor_parallel: the doctor looks at whole models: set it to 1")
+    if options.weights != "stored":
+        raise ConfigError("weights: the doctor compares with transformers, which has the stored ones: set it to stored")
     path, files = resolve_model(options.target), drafter_path(options)
     if files is None:
         raise ConfigError(f"drafter {options.drafter}: pass --drafter DIRECTORY ({options.target} ships none)")
