@@ -25,6 +25,14 @@ def test_rows_go_out_and_come_back(lens: list[int], padding: int) -> None:
     assert not back[~ran].any()
 
 
+def test_rows_of_the_first_requests() -> None:
+    rows = pack(torch.tensor([3, 1, 4, 2]), 12)
+    some, alone = rows.first(4), pack(torch.tensor([3, 1]))
+    assert (some.num_real, some.num_rows) == (alone.num_real, alone.num_rows)
+    assert torch.equal(some.requests, alone.requests)
+    assert torch.equal(some.offsets, alone.offsets)
+
+
 def test_tiers_are_few_and_close() -> None:
     tiers = [row_tier(n) for n in range(1, 4097)]
     assert all(n <= tier <= max(n + 3, 1.15 * n) for n, tier in enumerate(tiers, start=1))

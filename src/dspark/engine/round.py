@@ -26,7 +26,7 @@ from dspark.engine.runner import Forward, Runner, Window, window_of
 from dspark.engine.scheduler import Chunk
 from dspark.engine.stats import AcceptanceWatch, EngineStats
 from dspark.spec.accept import accept, emitted
-from dspark.spec.layout import pack, scatter
+from dspark.spec.layout import scatter
 from dspark.spec.planner import static_plan
 from dspark.spec.sampling import round_seed
 from dspark.spec.types import Acceptance, DraftBlock, SamplingRows, VerifyPlan
@@ -158,7 +158,7 @@ class Round:
         if judged == drafted * num_rows:
             judged_logits = logits[:judged].view(drafted, num_rows, logits.shape[-1])
         else:
-            judged_logits = scatter(logits[:judged], pack(plan.num_rows[:drafted]), drafted, num_rows)
+            judged_logits = scatter(logits[:judged], forward.ran.first(judged), drafted, num_rows)
         return forward, judged_logits, logits[judged:, None]
 
     def judge(

@@ -118,8 +118,12 @@ class Runner:
             keep = torch.arange(forward.features.shape[1], device=self.device) < lens[:, None]  # [B, T]
         following = [r.ids(r.seq_len + 1 - count, r.seq_len + 1) for r, count in zip(requests, num_rows, strict=True)]
         next_ids = torch.tensor([token for ids in following for token in ids], device=self.device)
-        batch = forward.batch
-        self.write_context(forward.features[keep], next_ids, batch.positions[keep], batch.slots[keep])
+        index = keep.flatten().nonzero().squeeze(1)
+        features, positions, slots = (
+            table.flatten(0, 1).index_select(0, index)
+            for table in (forward.features, forward.batch.positions, forward.batch.slots)
+        )
+        self.write_context(features, next_ids, positions, slots)
 
     # The calls of the networks, on tensors alone: what several processes that share them make together.
 
@@ -150,14 +154,8 @@ def window_of(requests: list[Request], device: torch.device) -> Window:
     anchors = [request.token_ids[-1] if request.token_ids else 0 for request in requests]
     params = [request.params for request in requests]
 
-    def column(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    rows = SamplingRows(
-        temperature=column([p.temperature for p in params], torch.float32),
-        top_k=column([p.top_k for p in params], torch.long),
-        top_p=column([p.top_p for p in params], torch.float32),
-        min_p=column([p.min_p for p in params], torch.float32),
-        seed=column([request.seed for request in requests], torch.long),
-    )
-    return Window(requests, starts, column(starts, torch.long), column(anchors, torch.long), rows)
+    numbers = [starts, anchors, [p.top_k for p in params], [request.seed for request in requests]]
+    shares = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+    positions, anchor_ids, top_k, seed = torch.tensor(numbers, dtype=torch.long, device=device).unbind()
+    temperature, top_p, min_p = torch.tensor(shares, dtype=torch.float32, device=device).unbind()
+    return Window(requests, starts, positions, anchor_ids, SamplingRows(temperature, top_k, top_p, min_p, seed))

@@ -60,9 +60,10 @@ class AttentionBatch:
             positions = torch.where(real, positions, 0)
             visible_end = torch.where(real, visible_end, 1)
         ends = visible_end.amax(dim=1)  # [B]
-        num_keys = int(ends.max())
+        last = ends.tolist()
+        num_keys = max(last)
         num_pages = -(-num_keys // block_size)
-        assert all(len(t) * block_size >= end for t, end in zip(block_tables, ends.tolist(), strict=True))
+        assert all(len(t) * block_size >= end for t, end in zip(block_tables, last, strict=True))
 
         pages = [list(table[:num_pages]) + [0] * (num_pages - len(table)) for table in block_tables]
         first_slots = torch.tensor(pages, device=device) * block_size  # [B, num_pages]

@@ -28,6 +28,11 @@ class PackedRows(NamedTuple):
         """P."""
         return len(self.requests)
 
+    def first(self, num_real: int) -> "PackedRows":
+        """The first real rows alone: those of the first requests, where they end with one."""
+        assert num_real <= self.num_real
+        return PackedRows(self.requests[:num_real], self.offsets[:num_real], num_real)
+
     def among_first(self, lens: Int64[Tensor, " B"]) -> Bool[Tensor, " P"]:
         """Which packed rows are among the first `lens[b]` ones of their request."""
         real = torch.arange(self.num_rows, device=lens.device) < self.num_real
