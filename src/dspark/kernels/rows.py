@@ -6,6 +6,9 @@ it means. None of them waits for the device.
 Shape legend: B requests, G drafts, T = G + 1 verify rows, N real rows, P packed rows, K values a row.
 """
 
+# Kernels take pointers, which have no types in Python.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+
 import torch
 import triton
 import triton.language as tl

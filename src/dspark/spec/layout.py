@@ -53,7 +53,8 @@ def pack(lens: Int64[Tensor, " B"], pad_to: int = 0) -> PackedRows:
     """The first `lens[b]` rows of each request, one after the other, and pad rows up to `pad_to`."""
     num_real = int(lens.sum())
     if kernels := kernels_for(lens):
-        return PackedRows(*kernels.pack_rows(lens, max(num_real, pad_to)), num_real)
+        requests, offsets = kernels.pack_rows(lens, max(num_real, pad_to))
+        return PackedRows(requests, offsets, num_real)
     requests = torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens, output_size=num_real)
     first = lens.cumsum(0) - lens
     offsets = torch.arange(num_real, device=lens.device) - first[requests]
