@@ -256,7 +256,7 @@ async def events(http: httpx.AsyncClient, tally: Tally, path: str, body: dict[st
             await answer.aread()
             tally.refuse(path, answer, 429)
             return
-        async for line in answer.aiter_lines():
+        async for line in answer.aiter_lines():  # also at U+2028 and its like: the server must not send them as such
             field_name, _, value = line.partition(": ")
             if field_name == "event":
                 kind = value

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dspark.server import logs
+from dspark.server.sse import event
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "ab"}], "max_tokens": 12, "ignore_eos": True}
 
@@ -174,11 +175,19 @@ def test_rounds_as_they_come(http, served):
             if line.startswith("data: "):
                 seen += [e for e in json.loads(line[6:]) if e["request"].startswith(answer["id"])]
     assert len(seen) == answer["speculative"]["rounds"]
-    assert sum(event["accepted"] for event in seen) >= answer["speculative"]["accepted"]
-    for event in seen:
-        assert event["accepted"] <= event["verified"] <= event["drafted"] == len(event["confidence"])
-        assert all(0 <= confidence <= 1 for confidence in event["confidence"])
-        assert event["drafted"] in (0, 4)  # none for a last token alone
-        assert event["budget"] == event["verified"]
-        assert event["running"] <= 1
+    assert sum(told["accepted"] for told in seen) >= answer["speculative"]["accepted"]
+    for told in seen:
+        assert told["accepted"] <= told["verified"] <= told["drafted"] == len(told["confidence"])
+        assert all(0 <= confidence <= 1 for confidence in told["confidence"])
+        assert told["drafted"] in (0, 4)  # none for a last token alone
+        assert told["budget"] == told["verified"]
+        assert told["running"] <= 1
     assert served.service.rounds.num_watchers <= 1
+
+
+def test_no_text_breaks_a_line_of_a_stream():
+    """Clients that split at every line end of Unicode, as httpx does, find whole lines."""
+    text = "".join(chr(code) for code in (0x0B, 0x0C, 0x1C, 0x1D, 0x1E, 0x85, 0x2028, 0x2029, 0x4F60, 0x1F600))
+    first, *rest = event({"content": text}).decode().splitlines()
+    assert json.loads(first.removeprefix("data: ")) == {"content": text}
+    assert rest == [""]

@@ -3,8 +3,6 @@
 Every kernel multiplies by the same weights and sums in float32, and which one runs depends on the number of rows alone
 as for other layers (`linear`), so verification and plain decoding follow one law: that of the quantised target.
 
-torchao is not used: its int8 layout on CPUs turns the whole weight into floating point at every call.
-
 Shapes: N rows (all leading dimensions together), I inputs, O outputs.
 """
 

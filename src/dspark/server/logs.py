@@ -61,7 +61,7 @@ class JsonLines(logging.Formatter):
         } | _values(record)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return json.dumps(line, default=str)
 
 
 def _as_word(value: object) -> str:

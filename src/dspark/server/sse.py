@@ -25,8 +25,8 @@ def event(data: Any) -> bytes:
 
 
 def dumps(data: Any) -> bytes:
-    """Compact JSON."""
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    """Compact JSON in ASCII: many clients end a line at U+2028, U+0085 and their like too, not at line feeds alone."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
 
 
 class EventStream(Response):

@@ -11,6 +11,7 @@ from typing import Any
 
 Body = dict[str, Any]
 FIRST, GAP = 0.03, 0.01  # seconds
+NO_LINE_ENDS = "\x85\u2028 "  # in an event stream, though some libraries take them for such
 
 
 @dataclass
@@ -41,7 +42,9 @@ class StreamServer:
             self.most_at_once = max(self.most_at_once, self._at_once)
         time.sleep(FIRST)
         for i in range(body["max_tokens"]):
-            yield _event({"choices": [{"index": 0, "delta": {"content": f"w{i} "}, "finish_reason": None}]})
+            yield _event(
+                {"choices": [{"index": 0, "delta": {"content": f"w{i}{NO_LINE_ENDS}"}, "finish_reason": None}]}
+            )
             time.sleep(GAP)
         if self.fault(body) == "break":
             yield _event({"error": {"message": "out of memory"}})
@@ -56,7 +59,7 @@ class StreamServer:
 
 
 def _event(data: Body) -> bytes:
-    return b"data: " + json.dumps(data).encode() + b"\n\n"
+    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
 
 
 @contextmanager

@@ -144,9 +144,20 @@ def read_counters(text: str) -> dict[str, float] | None:
     return found if found.keys() == _COUNTERS.keys() else None
 
 
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Lines as event streams have them: httpx would end one at U+2028 and its like, inside a server's JSON, too."""
+    kept = ""
+    async for text in response.aiter_text():
+        *lines, kept = (kept + text).replace("\r\n", "\n").split("\n")
+        for line in lines:
+            yield line
+    if kept:
+        yield kept
+
+
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     """The JSON objects of server-sent events, up to [DONE]."""
-    async for line in response.aiter_lines():
+    async for line in _lines(response):
         if line.startswith("data:"):
             data = line.removeprefix("data:").strip()
             if data == "[DONE]":
