@@ -3,6 +3,7 @@
 import difflib
 import hashlib
 import json
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,6 +63,19 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 def _plain(value: object) -> object:
     """Stand in for a value that JSON lacks; a set has no order of its own, so it gets one."""
     return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)
+
+
+def secret(field: str, variable: str | None) -> str | None:
+    """What an environment variable holds that setting `field` names; None where it names none.
+
+    Raises ConfigError where the variable is not set, or empty.
+    """
+    if variable is None:
+        return None
+    value = os.environ.get(variable, "").strip()
+    if not value:
+        raise ConfigError(f"{field}: the environment variable {variable} is not set")
+    return value
 
 
 def _describe(cls: type[BaseModel], error: ValidationError) -> str:

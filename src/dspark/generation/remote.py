@@ -1,18 +1,18 @@
 """Answers to prompts from OpenAI-compatible servers: the rows of local regeneration, without a target loaded here."""
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from dspark.config import secret
 from dspark.data.sources import Prompt
-from dspark.errors import ConfigError, DsparkError
+from dspark.errors import DsparkError
 from dspark.generation.answering import Answering, Answers, RegenerationReport, open_answers
 from dspark.generation.client import Answer, Client, Refused, Unavailable, backoff, retry, together
-from dspark.generation.config import RegenerateSettings, RemoteSettings
+from dspark.generation.config import RegenerateSettings
 from dspark.generation.probe import agreed_model, probe, request_body
 
 
@@ -31,7 +31,7 @@ def regenerate(settings: RegenerateSettings) -> RegenerationReport:
 
 async def _regenerate(settings: RegenerateSettings) -> RegenerationReport:
     async with AsyncExitStack() as stack:
-        key = _api_key(settings.remote)
+        key = secret("remote.api_key_env", settings.remote.api_key_env)
         clients = [Client(url, settings.remote, key) for url in settings.endpoints]
         for client in clients:
             await stack.enter_async_context(client)
@@ -40,15 +40,6 @@ async def _regenerate(settings: RegenerateSettings) -> RegenerationReport:
         with open_answers(settings, model) as answers:
             await _Run(settings, model, answers).through(clients)
             return answers.report()
-
-
-def _api_key(remote: RemoteSettings) -> str | None:
-    if remote.api_key_env is None:
-        return None
-    key = os.environ.get(remote.api_key_env, "").strip()
-    if not key:
-        raise ConfigError(f"remote.api_key_env: the environment variable {remote.api_key_env} is not set")
-    return key
 
 
 @dataclass(eq=False)

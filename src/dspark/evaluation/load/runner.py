@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from dspark.config import secret
 from dspark.data.journal import Journal
 from dspark.errors import ConfigError, DsparkError
 from dspark.evaluation.load.client import Client, Failed
@@ -55,7 +55,8 @@ async def _measure(options: LoadOptions, tasks: Sequence[Task], journal: Journal
             series = " ".join(filter(None, (options.label, mode.name)))
             if all(f"{series}/{load.name}" in journal.ids for load in options.loads):
                 continue
-            client = await stack.enter_async_context(Client(mode.url or options.url, _key(options), options.timeout))
+            key = secret("api_key_env", options.api_key_env)
+            client = await stack.enter_async_context(Client(mode.url or options.url, key, options.timeout))
             place = Place(mode, series, client, options.model or await client.model())
             await _probe(place, options, tasks)
             places.append(place)
@@ -137,12 +138,3 @@ class _Run:
             )
             self.asked.append(failed)
         self.bar.update(1)
-
-
-def _key(options: LoadOptions) -> str | None:
-    if options.api_key_env is None:
-        return None
-    key = os.environ.get(options.api_key_env, "").strip()
-    if not key:
-        raise ConfigError(f"api_key_env: the environment variable {options.api_key_env} is not set")
-    return key
