@@ -6,8 +6,8 @@
 `batch16_over_batch1`: prompts per hour of an evaluation, speculation and plain decoding both, in batches of 16 over one
 at a time; the two take turns block by block within one run. `batch_invariant`: greedy float32 texts of both are the
 same, and so are the drafts accepted in every round. `ece_max_after_sts`: calibration error of the worst position with
-the calibration that lies beside the drafter, on sets that had no part in it; `ece_noise_max` is what chance alone would
-show. `doctor_found`: of `doctor_planted` faults, planted one at a time in a tiny pair trained for it, those that
+the calibration that lies beside the drafter, on sets that were not fitted on; `ece_noise_max` is what chance alone
+would show. `doctor_found`: of `doctor_planted` faults, planted one at a time in a tiny pair trained for it, those that
 `dspark doctor` names; `doctor_false_alarms` counts the faults that it names in the same pair untouched.
 """
 
