@@ -23,7 +23,7 @@ import torch
 from common import ALL_SETS, SETS, SHARED_SETS
 from planted_faults import doctor_found
 
-from dspark.data.sources import select_prompts
+from dspark.data.sources import Prompt, select_prompts
 from dspark.drafters.layouts.calibration import CALIBRATION_NAME, Calibration
 from dspark.engine.config import EngineSettings, ModelOptions
 from dspark.engine.engine import Engine
@@ -86,12 +86,12 @@ def calibration(args: argparse.Namespace) -> dict[str, object]:
     files = tuple(args.data / f"{name}.jsonl" for name in args.calibration_sets)
     path = drafter_path(model := ModelOptions(target=args.target, drafter=args.drafter))
     assert path is not None, "without a drafter there is nothing to calibrate"
-    options = CalibrateOptions(prompts=files, limit=args.calibration_prompts, max_tokens=args.calibration_tokens)
+    options = CalibrateOptions(prompts=files, max_tokens=args.calibration_tokens)
     settings = EngineSettings(max_batch=options.max_batch, max_length=options.max_length, record_rounds=True)
     engine = open_engine(model, settings)
     assert engine.drafter is not None
     shipped = Calibration.read(path / CALIBRATION_NAME, engine.drafter)
-    prompts = select_prompts(files, options.limit, options.seed)
+    prompts = unseen(files, args.calibration_skip, args.calibration_prompts, options.seed)
     with TemporaryDirectory() as temporary:
         answered = collect(engine, prompts, options, (args.keep or Path(temporary)) / "evaluation.rounds.jsonl")
     rounds = [record for answer in answered for record in answer.rounds]
@@ -102,6 +102,12 @@ def calibration(args: argparse.Namespace) -> dict[str, object]:
         "ece_noise_max": round(max(position.ece_noise for position in after.positions), 4),
         "held_out_rounds": after.num_rounds,
     }
+
+
+def unseen(files: tuple[Path, ...], skip: int, keep: int, seed: int) -> list[Prompt]:
+    """Of each file the next `keep` prompts after the first `skip` of the order that the seed decides."""
+    looked_at = {prompt.id for prompt in select_prompts(files, skip, seed)}
+    return [prompt for prompt in select_prompts(files, skip + keep, seed) if prompt.id not in looked_at]
 
 
 def diagnosis() -> dict[str, object]:
@@ -134,6 +140,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--calibration-sets", nargs="+", default=list(ALL_SETS), help="of prompts it was not fitted on")
     parser.add_argument("--calibration-prompts", type=int, default=25, help="per set")
+    parser.add_argument("--calibration-skip", type=int, default=0, help="prompts of each set to leave out: looked at")
     parser.add_argument("--calibration-tokens", type=int, default=64)
     parser.add_argument("--keep", type=Path, help="directory that keeps the rounds judged, for another run")
     parser.add_argument("--threads", type=int)

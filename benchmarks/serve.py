@@ -4,8 +4,8 @@
     python benchmarks/serve.py --parts load --concurrency 1,8 --rounds 2 --tokens 16   # a quick look
 
 Part `load`: at each concurrency so many requests are decoded together, greedily, twice as many in all (4 at least).
-Plain decoding, each static width and the planner take turns on the same prompts; ratios are medians over the rounds of
-tokens per second, prefill included.
+Plain decoding, each static width and the planner take turns on the same prompts, answers of half to one and a half
+times --tokens; ratios are medians over the rounds of tokens per second, prefill included.
   adaptive_over_plain_min        planner / plain, at the worst concurrency
   adaptive_over_plain_1          the same at concurrency 1
   adaptive_over_best_static_min  planner / the best static width of that concurrency, at the worst one
@@ -200,7 +200,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--planner", default="early_stop", choices=("early_stop", "lagged"))
     parser.add_argument("--costs", type=Path, help="a file of `dspark profile`; default: measured here")
     parser.add_argument("--rounds", type=int, default=3, help="of each comparison, after one that warms up")
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens per answer")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens per answer, in the mean")
     parser.add_argument("--requests", type=int, default=2000, help="of the part soak")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -109,16 +109,26 @@ def run_round(
     count = max(LEAST_REQUESTS, 2 * size)
     first = (number + 1) * count
     chosen = [prompts[(first + i) % len(prompts)] for i in range(count)]
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    lengths = answer_lengths(count, tokens)
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
     names = list(engines)
     turn = number % len(names)
     for name in names[turn:] + names[:turn]:
         start = time.perf_counter()
         engines[name].generate(chosen, params)
         if number >= 0:
-            load.speeds[name].append(count * tokens / (time.perf_counter() - start))
+            load.speeds[name].append(sum(lengths) / (time.perf_counter() - start))
     if number < 0:
         engines["adaptive"].stats.seconds.clear()
+
+
+def answer_lengths(count: int, tokens: int) -> list[int]:
+    """So many answers' lengths, evenly from half of `tokens` to one and a half, in an order that looks random.
+
+    Were all alike, plain decoding would end whole batches at once and always run full ones, as no server does.
+    """
+    golden = (5**0.5 - 1) / 2
+    return [max(1, round(tokens * (0.5 + (i * golden) % 1.0))) for i in range(count)]
 
 
 def read_figures(load: Load, engine: Engine) -> None:
