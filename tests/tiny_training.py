@@ -109,7 +109,8 @@ def make_trainer(
         "log_every": 1,
     }
     settings = TrainSettings.from_dict(base | changes, "test")
-    drafter = new_drafter(drafter_config(settings.drafter, target, TAPS), target, rows, settings.seed)
+    config = drafter_config(settings.drafter, target, TAPS)
+    drafter = new_drafter(config, target, rows, settings.seed, settings.recent_heads)
     return Trainer(settings, target, drafter, rows, export, ranks, measure)
 
 

@@ -243,7 +243,7 @@ def build_drafter(settings: TrainSettings, target: Target, samples: Samples) -> 
     """A fresh drafter, or the one to start from as the recipe wants it. Raises ConfigError where they do not fit."""
     config = drafter_config(settings.drafter, target.model, samples.target_layer_ids)
     if settings.init_from is None:
-        drafter = new_drafter(config, target.model, samples, settings.seed)
+        drafter = new_drafter(config, target.model, samples, settings.seed, settings.recent_heads)
     else:
         read = read_drafter(settings.init_from, target.model, target.digest)
         if read.config.target_layer_ids != samples.target_layer_ids:

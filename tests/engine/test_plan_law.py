@@ -17,7 +17,7 @@ from dspark.engine.engine import Engine
 from dspark.engine.planning import Planner
 from dspark.engine.request import SamplingParams
 from dspark.spec.planner import admit, best_budget, budget_seconds, rank
-from dspark.spec.types import VerifyPlan
+from dspark.spec.types import DraftBlock, VerifyPlan
 
 from .conftest import drafter_for
 from .planning_parts import FixedCosts, TellingDrafter
@@ -32,6 +32,11 @@ GROUP = 4
 # length's last row judges one draft more: those two drafts, the second ones, are kept only where their round pays.
 LINE = [1.0] * 5 + [1 + 0.11 * row for row in range(1, 20)]
 CLIFF = [1.0] * 5 + [2.63 + 0.001 * row for row in range(20)]
+
+
+SHAPE = {
+    "target_layer_ids": (0,), "num_hidden_layers": 1, "block_size": 3, "markov_rank": 0, "enable_confidence_head": True,
+}  # fmt: skip
 
 
 class GroupedPlanner(Planner):
@@ -65,8 +70,7 @@ def pair(make_model):
     """A target over eight tokens, of laws so even that a drafter mostly agrees; and the target in transformers."""
     small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     target, reference = make_model("llama", vocab_size=VOCAB, num_hidden_layers=2, initializer_range=0.05, **small)
-    changes = {"target_layer_ids": (0,), "num_hidden_layers": 1, "block_size": 3, "markov_rank": 0}
-    drafter = drafter_for(target.decoder, TellingDrafter, enable_confidence_head=True, **changes)
+    drafter = drafter_for(target.decoder, TellingDrafter, **SHAPE)
     return target, drafter, reference
 
 
@@ -112,4 +116,34 @@ def test_planned_answers_follow_the_target(pair, kind, table):
 def test_a_search_that_looks_ahead_is_caught(pair):
     tokens, _ = answers(pair, LookingAhead, "early_stop", CLIFF)
     values = p_values(pair[2], tokens)
+    assert min(values) < 1e-8, values
+
+
+class TellsAhead(TellingDrafter):
+    """Planted: confidence in a draft that follows from the draft after it."""
+
+    def propose(self, anchors, batch, cache, rows, seq_lens, num_drafts) -> DraftBlock:
+        block = super().propose(anchors, batch, cache, rows, seq_lens, num_drafts)
+        return block._replace(confidence_logits=torch.where(block.tokens.roll(-1, dims=1) % 2 == 1, 3.9, -3.9))
+
+
+def held_to_a_threshold(pair, kind: type[TellingDrafter]) -> torch.Tensor:
+    """Answers [TRIALS, TOKENS] of requests that ask for confidence; which drafts are verified follows from it alone."""
+    drafter = pair[1] if kind is TellingDrafter else drafter_for(pair[0].decoder, kind, **SHAPE)
+    engine = Engine(pair[0], drafter, EngineSettings(max_batch=512, max_length=16, block_size=4, step_tokens=4096))
+    params = [
+        SamplingParams(max_tokens=TOKENS, temperature=1.0, ignore_eos=True, seed=i, draft_threshold=0.5)
+        for i in range(TRIALS)
+    ]
+    done = engine.generate([PROMPT] * TRIALS, params)
+    assert engine.stats.drafted < 0.9 * engine.stats.proposed, "the threshold hardly trims"
+    return torch.tensor([completion.token_ids for completion in done])
+
+
+def test_answers_held_to_a_threshold_follow_the_target(pair):
+    assert min(p_values(pair[2], held_to_a_threshold(pair, TellingDrafter))) > 1e-4
+
+
+def test_a_threshold_on_confidence_that_looks_ahead_is_caught(pair):
+    values = p_values(pair[2], held_to_a_threshold(pair, TellsAhead))
     assert min(values) < 1e-8, values

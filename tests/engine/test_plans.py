@@ -13,7 +13,7 @@ from dspark.engine.expectation import Correction, Expectation
 from dspark.engine.lagged import LaggedRing, Slots
 from dspark.engine.planning import Planner
 from dspark.engine.request import SamplingParams
-from dspark.errors import ConfigError
+from dspark.errors import ConfigError, RequestError
 
 from .conftest import drafter_for
 from .planning_parts import FixedCosts, TellingDrafter, planned_engine
@@ -200,3 +200,53 @@ def test_a_larger_batch_takes_no_more_operations():
         counts.append(len(calls))
         planner.end(planned, np.ones(begun.num_drafting, dtype=np.int64), int(planned.verify_lens.sum()))
     assert counts[1] <= counts[0] + 5
+
+
+@pytest.mark.parametrize("planner", ["static", *KINDS])
+def test_a_threshold_ends_the_verified_drafts_at_the_first_that_is_not_sure(planner, telling):
+    """Every other request asks for one; the rows of the rest are as the plan has them."""
+    params = [
+        SamplingParams(max_tokens=24, temperature=1.0, seed=i, draft_threshold=0.5 if i % 2 else None)
+        for i in range(len(PROMPTS))
+    ]
+    settings = {"planner": planner, "record_rounds": True, **ROOMY}
+    done = planned_engine(telling, FixedCosts([1.0] * 60), **settings).generate(PROMPTS, params)
+    cut = 0
+    for answer in done[1::2]:
+        for record in answer.round_records:
+            sure = int((np.array(record.confidence_logits) >= 0).cumprod().sum())
+            assert record.verify_len <= 1 + sure
+            cut += 1 < record.verify_len == 1 + sure < 1 + record.num_drafts
+    assert cut, "no block was cut"
+    untouched = [record for answer in done[::2] for record in answer.round_records if record.num_drafts]
+    assert any(record.is_full_width and min(record.confidence_logits) < 0 for record in untouched)
+
+
+def test_greedy_text_does_not_depend_on_a_threshold(telling):
+    plain = Engine(telling[0], None, EngineSettings(**ROOMY)).generate(PROMPTS, SamplingParams(max_tokens=24))
+    engine = Engine(*telling, EngineSettings(**ROOMY))
+    params = [SamplingParams(max_tokens=24, draft_threshold=0.8 if i % 2 else 0.5) for i in range(len(PROMPTS))]
+    assert [c.token_ids for c in engine.generate(PROMPTS, params)] == [c.token_ids for c in plain]
+    assert 0 < engine.stats.drafted < engine.stats.proposed
+
+
+def test_a_threshold_follows_the_calibration(telling):
+    """By temperatures the first draft's .7 becomes .54, and falls below .6."""
+    drafted = []
+    for temperatures in (None, (5.0, *[1.0] * (telling[1].num_drafts - 1))):
+        engine = Engine(*telling, EngineSettings(confidence_temperatures=temperatures, **ROOMY))
+        engine.generate(PROMPTS, SamplingParams(max_tokens=8, draft_threshold=0.6))
+        drafted.append(engine.stats.drafted)
+    assert drafted[0]
+    assert not drafted[1]
+
+
+def test_a_threshold_that_cannot_be_kept_is_refused(target, telling):
+    params, without = SamplingParams(draft_threshold=0.5), drafter_for(target.decoder, markov_rank=0)
+    for engine in (
+        Engine(target, None, EngineSettings(**ROOMY)),
+        Engine(target, without, EngineSettings(**ROOMY)),
+        Engine(*telling, EngineSettings(verification="block", **ROOMY)),
+    ):
+        with pytest.raises(RequestError, match="draft_threshold"):
+            engine.submit([1, 2], params)

@@ -69,6 +69,9 @@ def test_speculation_changes_no_word(client):
     assert narrow.choices[0].message.content == whole.choices[0].message.content
     assert 0 < narrow.speculative["drafted"] <= 2 * narrow.speculative["rounds"]
     assert whole.speculative["drafted"] > 2 * whole.speculative["rounds"]
+    unsure = ask(client, {"speculative": {"threshold": 1.0}})
+    assert unsure.choices[0].message.content == whole.choices[0].message.content
+    assert (unsure.speculative["drafted"], unsure.speculative["proposed"] > 0) == (0, True)
     assert ask(client, {"speculative": {"mode": "static"}}).speculative["rounds"] > 0
 
 

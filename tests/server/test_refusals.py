@@ -56,7 +56,7 @@ SHARED = [
     ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"),
     ({"speculative": {"mode": "sometimes"}}, "speculative.mode"),
     ({"speculative": {"mode": "adaptive"}}, "speculative.mode"),
-    ({"speculative": {"threshold": 0.5}}, "speculative.threshold"),
+    ({"speculative": {"threshold": 1.5}}, "speculative.threshold"),
     ({"speculative": {"max_draft": -1}}, "speculative.max_draft"),
     ({"speculative": {"tree": True}}, "speculative.tree"),
     ({"structured_outputs": {}}, "structured_outputs"),

@@ -108,6 +108,15 @@ class Engine:
         """Of recent rounds that were planned by costs: |expected - measured| / measured seconds, oldest first."""
         return list(self._round.planner.time_errors)
 
+    @property
+    def no_thresholds(self) -> str | None:
+        """Why requests can have no `draft_threshold` here; None where they can."""
+        if self.drafter is None or self.drafter.confidence_head is None:
+            return "it needs a drafter with a confidence head, which this engine has not: leave it out"
+        if self.settings.verification == "block":
+            return "verification block needs verify lengths that do not depend on the drafts: leave it out"
+        return None
+
     def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None = None, priority: int = 0
     ) -> str:
@@ -123,6 +132,8 @@ class Engine:
             raise RequestError(f"request_id {request_id!r} is in use: give each live request its own")
         prompt_ids = list(prompt_ids)
         self._check_prompt(prompt_ids)
+        if params.draft_threshold is not None and (why := self.no_thresholds):
+            raise RequestError(f"draft_threshold: {why}")
         answers = [self._request(prompt_ids, params, request_id, index) for index in range(params.n)]
         if not self._scheduler.can_ever_fit(answers[0]):
             raise RequestError(

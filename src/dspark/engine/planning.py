@@ -1,8 +1,8 @@
 """The planner of an engine: whom to draft for, how many rows to verify, and what to learn from it.
 
-Everything is decided from the past but for two uses of this round's confidences that keep the output law: the early
-stop, and the ranking within a budget fixed before (see `spec.planner`). Drafts are drawn anew in every round
-(`round_seed`), so what earlier rounds drafted says nothing about this round's drafts.
+Everything is decided from the past but for uses of this round's confidences that keep the output law: the early stop,
+a request's own threshold, and the ranking within a budget fixed before (see `spec.planner`). Drafts are drawn anew in
+every round (`round_seed`), so what earlier rounds drafted says nothing about this round's drafts.
 
 Shapes: B requests, G drafts, T = G + 1 verify rows.
 """
@@ -24,6 +24,7 @@ from dspark.engine.expectation import Correction, Expectation
 from dspark.engine.lagged import LaggedRing, Slots
 from dspark.errors import ConfigError
 from dspark.log import get_logger
+from dspark.spec.calibration import conditional
 from dspark.spec.online import OnlineCosts
 from dspark.spec.planner import choose_drafting, early_stop_plan, lagged_plan, survival_of
 from dspark.spec.types import VerifyPlan
@@ -121,6 +122,17 @@ class Planner:
         plan = self.verify(self._ring.read(begun.slots), expected, begun.verify_lens, count)
         self._ring.write(begun.slots, expected)
         return replace(begun, verify_lens=plan.verify_lens.numpy(), predicted=predicted)
+
+    def hold_to(self, planned: RoundPlan, confidence_logits: Tensor, thresholds: Float64[ndarray, " b"]) -> RoundPlan:
+        """Verify no draft from the first one on whose confidence, given those before it, is below its request's.
+
+        confidence_logits [b, G]. Whether a draft is kept follows from the drafts before it, so the output law stays.
+        """
+        confidence = conditional(confidence_logits, self.temperatures).cpu().numpy()
+        kept = (confidence >= thresholds[:, None]).cumprod(axis=1).sum(axis=1)
+        lens = planned.verify_lens.copy()
+        lens[: len(kept)] = np.minimum(lens[: len(kept)], 1 + kept)
+        return replace(planned, verify_lens=lens)
 
     def verify(
         self,

@@ -58,6 +58,8 @@ class SamplingParams(Settings):
     ignore_eos: bool = False
     speculate: bool = True  # False: plain decoding for this request
     num_draft_tokens: int | None = Field(None, ge=1)  # verify at most so many drafts a round; None = the engine's limit
+    # verify none from the first draft on whose confidence (that it is accepted if all before it are) is below this
+    draft_threshold: float | None = Field(None, ge=0, le=1)
 
     @field_validator("stop", "bad_words", mode="before")
     @classmethod

@@ -74,6 +74,7 @@ class Round:
             block = self.propose(window, begun.num_drafting)
         with self.stats.phase("plan"):
             round_plan = self.planner.plan(begun, block.confidence_logits)
+            round_plan = self.hold_to_thresholds(round_plan, window.requests, block)
             plan = self.verify_plan(round_plan)
             self._count_rows(window.requests, plan)
         with self.stats.phase("verify"):
@@ -129,6 +130,13 @@ class Round:
         if count:
             return self.runner.draft(window.first(count))
         return DraftBlock.empty(0, self.runner.device)
+
+    def hold_to_thresholds(self, round_plan: RoundPlan, requests: list[Request], block: DraftBlock) -> RoundPlan:
+        """Trim further where requests ask for a confidence."""
+        asked = [request.params.draft_threshold or 0.0 for request in requests[: round_plan.num_drafting]]
+        if block.confidence_logits is None or not any(asked):
+            return round_plan
+        return self.planner.hold_to(round_plan, block.confidence_logits, np.array(asked))
 
     def verify_plan(self, round_plan: RoundPlan) -> VerifyPlan:
         """The verify lengths as a plan of all requests, and the rows that run where more of them do."""

@@ -114,8 +114,8 @@ def _bias(given: dict[str, float]) -> dict[int, float]:
 
 def _speculative(asked: SpeculativeOptions, engine: Engine) -> dict[str, Any]:
     """Whether to speculate, and how far; refuses what this engine does not do request by request."""
-    if asked.threshold is not None:
-        raise _not_honoured("threshold", "how much is verified is planned for the whole batch (engine.planner)")
+    if asked.threshold is not None and (why := engine.no_thresholds):
+        raise _not_honoured("threshold", why)
     if asked.mode in ("static", "adaptive"):
         if engine.drafter is None:
             raise _not_honoured("mode", "this server has no drafter: leave it out, or ask for off")
@@ -123,7 +123,8 @@ def _speculative(asked: SpeculativeOptions, engine: Engine) -> dict[str, Any]:
         if (asked.mode == "adaptive") != (planner != "static"):
             raise _not_honoured("mode", f"rounds are planned for the whole batch here, by engine.planner {planner}")
     found: dict[str, Any] = {"speculate": asked.mode != "off" and asked.max_draft != 0}
-    return found | ({"num_draft_tokens": asked.max_draft} if asked.max_draft else {})
+    found |= {"num_draft_tokens": asked.max_draft} if asked.max_draft else {}
+    return found | ({} if asked.threshold is None else {"draft_threshold": asked.threshold})
 
 
 def _not_honoured(name: str, why: str) -> ApiError:

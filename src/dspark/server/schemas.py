@@ -52,12 +52,12 @@ class StreamOptions(Body):
 
 
 class SpeculativeOptions(Body):
-    """How this request is decoded. The text does not depend on it."""
+    """How this request is decoded. The law of its answer does not depend on it, nor a greedy answer."""
 
     # off: plainly; static, adaptive: as the server's engine plans its rounds, which must be of that kind
     mode: Literal["off", "static", "adaptive"] | None = None
     max_draft: int | None = Field(None, ge=0)  # verify at most so many drafts a round; 0 = plainly
-    threshold: float | None = Field(None, ge=0, le=1)  # of the confidence that a draft must have to be verified
+    threshold: float | None = Field(None, ge=0, le=1)  # verify drafts while their confidence reaches it
     origins: bool = False  # list each token's text and origin (prefill, accepted, bonus) in the answer
 
 

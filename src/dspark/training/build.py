@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from dspark.drafters.base import Drafter
 from dspark.drafters.config import DrafterConfig
+from dspark.drafters.dspark import BlockDrafter
 from dspark.drafters.factory import make_drafter
 from dspark.errors import ConfigError
 from dspark.models.config import DecoderConfig
 from dspark.models.ends import TargetEnds
 from dspark.training.batch import SampleSource
 from dspark.training.config import DrafterShape
+from dspark.training.recency import look_at_newest
 
 SCALE_SAMPLES = 64
 INIT_STD = 0.02
@@ -75,14 +77,25 @@ def spread_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
     return tuple(sorted({max(0, min(layer, num_layers - 2)) for layer in spread}))
 
 
-def new_drafter(config: DrafterConfig, target: TargetEnds, samples: SampleSource, seed: int) -> Drafter:
-    """Random weights, scaled to the data: draft vocabulary by frequency, features by their measured spread."""
+def new_drafter(
+    config: DrafterConfig, target: TargetEnds, samples: SampleSource, seed: int, recent_heads: int = 0
+) -> Drafter:
+    """Random weights, scaled to the data: draft vocabulary by frequency, features by their measured spread.
+
+    `recent_heads` of a block drafter begin by looking at the newest context row. Raises ConfigError where it has fewer.
+    """
     token_ids = None
     if config.draft_vocab_size is not None:
         token_ids = frequent_tokens(samples, config.vocab_size, config.draft_vocab_size)
     drafter = make_drafter(config, target, token_ids)
     initialise(drafter, torch.Generator().manual_seed(seed))
     drafter.backbone.feature_scale.copy_(feature_scale(samples))
+    if recent_heads:
+        if not isinstance(drafter, BlockDrafter):
+            raise ConfigError(f"recent_heads: algorithm {config.algorithm} has none: it is for block drafters")
+        rows = samples.load(range(min(SCALE_SAMPLES, len(samples))))
+        features, token_ids = torch.cat([row.features for row in rows]), torch.cat([row.token_ids for row in rows])
+        look_at_newest(drafter, features.cpu(), token_ids.cpu(), recent_heads, seed)
     return drafter
 
 

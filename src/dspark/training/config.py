@@ -134,6 +134,9 @@ class TrainSettings(Settings):
     loss: LossMix = LossMix()
     init_from: Path | None = None
     """A drafter checkpoint to start from instead of random weights; heads that it lacks start fresh."""
+    recent_heads: int = Field(0, ge=0, exclude_if=lambda value: value == 0)
+    """Block drafters, from random weights: so many key/value heads of the first layer begin by looking at the newest
+    context row, whose state says most. With little data or few steps they reach further; 0: all begin at random."""
     freeze: tuple[str, ...] = ()
     """Beginnings of parameter names that stay as they are, such as "backbone" or "markov_head"."""
     held_out: HeldOut | None = None
@@ -212,6 +215,8 @@ class TrainSettings(Settings):
             raise ConfigError(f"max_cache_bytes: features = {self.features!r} {'needs it' if hybrid else 'has none'}")
         if cached and self.target_ranks:
             raise ConfigError("target_ranks: features = 'cached' runs no target: leave it out")
+        if self.recent_heads and (self.init_from is not None or self.drafter.algorithm == "eagle3"):
+            raise ConfigError("recent_heads: for block drafters that start from random weights: leave it out")
         if self.target_dtype == "bfloat16" and self.compute_dtype != "bfloat16":
             raise ConfigError("target_dtype: bfloat16 needs compute_dtype bfloat16")
 
