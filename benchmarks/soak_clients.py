@@ -227,7 +227,8 @@ class Client:
     def draw(self) -> tuple[str, dict[str, Any]]:
         """A good request: path and body."""
         rng = self.rng
-        words = "".join(rng.choices(string.ascii_lowercase + " ", k=rng.choice((3, 20, 150))))
+        letters = string.ascii_lowercase
+        words = rng.choice(letters) + "".join(rng.choices(letters + " ", k=rng.choice((2, 19, 149))))  # never blank
         body: dict[str, Any] = {"model": "soak", "max_tokens": rng.randint(1, LONGEST)}
         extras: dict[str, Any] = {
             "n": rng.randint(1, 3), "temperature": rng.choice((0, 0.7, 1.5)), "top_p": 0.9, "seed": rng.randrange(100),

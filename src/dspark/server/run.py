@@ -17,12 +17,12 @@ from dspark.server import logs
 from dspark.server.answers import EngineGone
 from dspark.server.app import make_app
 from dspark.server.config import ServeSettings
+from dspark.server.connections import KEEP_ALIVE_SECONDS, WatchedConnection
 from dspark.server.service import Service
 
 _log = get_logger(__name__)
 
 _CLOSING_SECONDS = 5  # for connections to end once nothing runs any more
-_KEEP_ALIVE_SECONDS = 65  # longer than the minute of common proxies
 
 
 def serve(settings: ServeSettings) -> None:
@@ -56,11 +56,12 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 make_app(service),
+                http=WatchedConnection,
                 log_config=None,
                 access_log=False,
                 lifespan="on",
                 server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_CLOSING_SECONDS,
             )
         )
