@@ -6,7 +6,8 @@
 `batch16_over_batch1`: prompts per hour of an evaluation, speculation and plain decoding both, in batches of 16 over one
 at a time; the two take turns block by block within one run. `batch_invariant`: greedy float32 texts of both are the
 same, and so are the drafts accepted in every round. `ece_max_after_sts`: calibration error of the worst position with
-the calibration that lies beside the drafter, on sets that were not fitted on; `ece_noise_max` is what chance alone
+the calibration that lies beside the drafter, on prompts that were neither fitted on nor, as the first 25 of each set
+were, used to choose among fits; `ece_noise_max` is what chance alone
 would show. `doctor_found`: of `doctor_planted` faults, planted one at a time in a tiny pair trained for it, those that
 `dspark doctor` names; `doctor_false_alarms` counts the faults that it names in the same pair untouched.
 """
@@ -140,7 +141,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--calibration-sets", nargs="+", default=list(ALL_SETS), help="of prompts it was not fitted on")
     parser.add_argument("--calibration-prompts", type=int, default=25, help="per set")
-    parser.add_argument("--calibration-skip", type=int, default=0, help="prompts of each set to leave out: looked at")
+    parser.add_argument("--calibration-skip", type=int, default=25, help="first prompts of each set, left out")
     parser.add_argument("--calibration-tokens", type=int, default=64)
     parser.add_argument("--keep", type=Path, help="directory that keeps the rounds judged, for another run")
     parser.add_argument("--threads", type=int)
