@@ -9,14 +9,12 @@ Speeds are new tokens per second of a whole answer, prefill included. `greedy_id
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from pathlib import Path
 from statistics import mean, median
 
 import torch
 import transformers
-from common import SETS, open_pair, read_prompts
+from common import SETS, add_answer_arguments, open_pair, parser_of, read_prompts, tell
 
 from dspark.console.session import Session
 from dspark.engine.request import SamplingParams
@@ -42,11 +40,7 @@ def main() -> None:
     )
     result["greedy_identity"] = greedy_identity(exact, prompts, tokens)
     result |= {"dtype": str(session.target.decoder.dtype), "threads": torch.get_num_threads()}
-    if args.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            print(f"{key:28} {value:.3f}" if isinstance(value, float) else f"{key:28} {value}")
+    tell(result, args.json)
 
 
 def against_transformers(
@@ -105,18 +99,8 @@ def all_ids(session: Session, prompts: dict[str, list[str]]) -> list[list[int]]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--drafter", default="auto")
-    parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="of DSpark against plain"
-    )
-    parser.add_argument("--data", type=Path, help="directory with SET.jsonl files; default: built-in prompts")
-    parser.add_argument("--prompts", type=int, default=8, help="per set")
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens per answer")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--quick", action="store_true", help="1 prompt a set, 16 tokens")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = parser_of(__doc__)
+    add_answer_arguments(parser)
     return parser.parse_args()
 
 

@@ -8,11 +8,12 @@ Cold and cached prompts take turns; each cold one begins as no prompt before it 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from statistics import median
 
-from dspark.engine.config import EngineSettings, ModelOptions
+from common import models_of, parser_of, tell
+
+from dspark.engine.config import EngineSettings
 from dspark.engine.engine import Engine
 from dspark.engine.pair import open_engine
 from dspark.engine.request import SamplingParams
@@ -40,22 +41,15 @@ def prefix_hit_ttft_ratio(engine: Engine, repeats: int = 5) -> dict[str, float]:
 
 def main() -> None:
     args = arguments()
-    options = ModelOptions.from_dict({"target": args.target, "drafter": args.drafter, "dtype": args.dtype}, "options")
-    result = prefix_hit_ttft_ratio(open_engine(options, EngineSettings(max_batch=1, max_length=1024)), args.repeats)
-    if args.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            print(f"{key:24} {value:.3f}")
+    result = prefix_hit_ttft_ratio(
+        open_engine(models_of(args), EngineSettings(max_batch=1, max_length=1024)), args.repeats
+    )
+    tell(result, args.json)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--drafter", default="auto")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 
 

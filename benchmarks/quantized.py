@@ -9,12 +9,10 @@ Speeds are new tokens per second of a whole greedy answer, prefill included: med
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from statistics import mean, median
 
 import torch
-from common import SETS, read_prompts
+from common import SETS, add_answer_arguments, parser_of, read_prompts, tell
 
 from dspark.console.session import Session, Timed, open_session
 from dspark.engine.config import ModelOptions
@@ -39,11 +37,7 @@ def main() -> None:
                     answers.setdefault((weights, speculate), []).append(answer)
     result = figures(answers) | closeness(sessions, answers["stored", False])
     result |= {"dtype": str(sessions["stored"].target.decoder.dtype), "threads": torch.get_num_threads()}
-    if args.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            print(f"{key:28} {value:.3f}" if isinstance(value, float) else f"{key:28} {value}")
+    tell(result, args.json)
 
 
 def open_pair(args: argparse.Namespace, weights: str) -> Session:
@@ -94,16 +88,8 @@ def closeness(sessions: dict[str, Session], answers: list[Timed]) -> dict[str, f
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--drafter", default="auto")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
-    parser.add_argument("--data", type=Path, help="directory with SET.jsonl files; default: built-in prompts")
-    parser.add_argument("--prompts", type=int, default=8, help="per set")
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens per answer")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--quick", action="store_true", help="1 prompt a set, 16 tokens")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = parser_of(__doc__)
+    add_answer_arguments(parser)
     return parser.parse_args()
 
 

@@ -20,11 +20,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-from common import SETS, read_prompts
+from common import SETS, models_of, parser_of, read_prompts, tell
 
 from dspark.data.chat import ChatTemplate
 from dspark.data.conversation import Message
-from dspark.engine.config import EngineSettings, ModelOptions
+from dspark.engine.config import EngineSettings
 from dspark.engine.engine import Engine
 from dspark.engine.pair import open_engine
 from dspark.engine.request import SamplingParams
@@ -103,30 +103,21 @@ def measure(
 
 def main() -> None:
     args = arguments()
-    options = ModelOptions.from_dict({"target": args.target, "drafter": args.drafter, "dtype": args.dtype}, "options")
     settings = EngineSettings(max_batch=args.concurrency, prefix_cache=False, record_rounds=True)
-    engine = open_engine(options, settings)
+    engine = open_engine(models_of(args), settings)
     chat = ChatTemplate(engine.target.tokenizer)
     texts = [text for texts in read_prompts(None, SETS, args.prompts).values() for text in texts]
     prompts = [chat.prompt_ids([Message("user", text)]) for text in texts][: args.prompts]
     result = measure(engine, prompts, args.concurrency, args.max_tokens, args.repeats)
-    if args.json:
-        print(json.dumps(result))
-    else:
-        for key, value in result.items():
-            print(f"{key:26} {value:.4f}")
+    tell(result, args.json)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--drafter", default="auto")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
+    parser = parser_of(__doc__)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()
 
 

@@ -11,19 +11,17 @@ Shapes: B texts, T letters.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-import numpy as np
 import torch
+from common import Samples
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from dspark.cache.capture import Capture
-from dspark.cache.format import Sample
 from dspark.files import atomic_path
 from dspark.models.attention import AttentionBatch
 from dspark.models.config import DecoderConfig, RopeConfig
@@ -77,20 +75,6 @@ class Row(NamedTuple):
 
     token_ids: list[int]
     loss_mask: list[int]
-
-
-class Samples(list[Sample]):
-    """Training samples in memory."""
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.array([len(sample.token_ids) for sample in self])
-
-    def row(self, index: int) -> Sample:
-        return self[index]
-
-    def load(self, indices: Sequence[int]) -> list[Sample]:
-        return [self[index] for index in indices]
 
 
 def tokenizer(letters: str = LETTERS) -> PreTrainedTokenizerFast:

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import HERE
+from common import HERE, Samples
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -71,20 +71,6 @@ class Sample(NamedTuple):
     log_normalizer: Tensor
     sample_id: int = 0
     post_norm: bool = False
-
-
-class Samples(list[Sample]):
-    """Samples in memory as the trainer reads them."""
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.array([len(sample.token_ids) for sample in self])
-
-    def row(self, index: int) -> Sample:
-        return self[index]
-
-    def load(self, indices: list[int]) -> list[Sample]:
-        return [self[i] for i in indices]
 
 
 def unchunked_losses(

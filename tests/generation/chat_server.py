@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
+
+from loopback import QuietHandler, listening
 
 Body = dict[str, Any]
 HANG = 0.7  # seconds that a hanging request takes
@@ -101,7 +102,7 @@ class ChatServer:
 def serve(server: ChatServer) -> Iterator[ChatServer]:
     """Serve on a free port, which `server.url` then names."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
@@ -125,23 +126,5 @@ def serve(server: ChatServer) -> Iterator[ChatServer]:
             self.end_headers()
             self.wfile.write(content)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: the tests ask `server` what came."""
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 64
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            """Nothing: a client that has gone is part of the tests."""
-
-    http = Server(("127.0.0.1", 0), Handler)
-    server.url = f"http://127.0.0.1:{http.server_address[1]}"
-    thread = Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with listening(Handler) as server.url:
         yield server
-    finally:
-        http.shutdown()
-        thread.join()
-        http.server_close()

@@ -5,9 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
+
+from loopback import QuietHandler, listening
 
 Body = dict[str, Any]
 FIRST, GAP = 0.03, 0.01  # seconds
@@ -66,7 +67,7 @@ def _event(data: Body) -> bytes:
 def serve(server: StreamServer) -> Iterator[StreamServer]:
     """Serve on a free port, which `server.url` then names."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         protocol_version = "HTTP/1.0"  # a stream ends with its connection
 
         def do_GET(self) -> None:
@@ -98,23 +99,8 @@ def serve(server: StreamServer) -> Iterator[StreamServer]:
             self.end_headers()
             self.wfile.write(content)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: the tests ask `server` what came."""
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 64
-
-    http = Server(("127.0.0.1", 0), Handler)
-    server.url = f"http://127.0.0.1:{http.server_address[1]}"
-    thread = Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with listening(Handler) as server.url:
         yield server
-    finally:
-        http.shutdown()
-        thread.join()
-        http.server_close()
 
 
 def metrics(rounds: int) -> str:
