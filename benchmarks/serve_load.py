@@ -90,7 +90,7 @@ def measure_load(
 
 
 def engines_of(pair: Pair, base: EngineSettings, widths: list[int], costs: Path) -> dict[str, Engine]:
-    """Plain decoding, each static width, and the planner."""
+    """Plain decoding, the planner right behind it, where the machine is most alike, and each static width."""
     target = pair.target_session.target
     statics = {f"static {k}": Engine(target, pair.drafter, base.replace(num_draft_tokens=k)) for k in widths}
     plan = {
@@ -98,7 +98,7 @@ def engines_of(pair: Pair, base: EngineSettings, widths: list[int], costs: Path)
         "confidence_temperatures": pair.settings.confidence_temperatures,
     }  # fmt: skip
     return {
-        "plain": Engine(target, None, base), **statics, "adaptive": Engine(target, pair.drafter, base.replace(**plan)),
+        "plain": Engine(target, None, base), "adaptive": Engine(target, pair.drafter, base.replace(**plan)), **statics,
     }  # fmt: skip
 
 
