@@ -5,6 +5,7 @@ import pytest
 from dspark.engine.config import EngineSettings
 from dspark.engine.engine import Engine
 from dspark.engine.request import SamplingParams
+from dspark.engine.scheduler import MOST_PADDING
 from dspark.errors import OverloadError
 
 LONG = [(7 * i) % 250 + 1 for i in range(70)]
@@ -72,7 +73,9 @@ def test_a_step_keeps_to_its_tokens_and_prompts_always_advance(target, make_draf
     assert any(len(chunks) > 1 for _, chunks in seen)
     assert any(rows > NARROW.step_tokens for rows, chunks in seen if chunks), "the rounds alone are over the budget"
     for rows, chunks in seen:
-        assert len(chunks) * max(chunks, default=0) <= max(NARROW.step_tokens - rows, NARROW.block_size)
+        room = max(NARROW.step_tokens - rows, NARROW.block_size)
+        assert sum(chunks) <= room
+        assert len(chunks) * max(chunks, default=0) <= MOST_PADDING * room, "scores are padded to the widest"
 
 
 def test_lower_priorities_are_served_first_and_equals_as_they_came(target):

@@ -136,8 +136,8 @@ def test_a_batch_of_one_still_reads_its_keys_as_a_view(pair, monkeypatch):
     views = []
     forward = engine._round.runner.forward
 
-    def watched(*args):
-        out = forward(*args)
+    def watched(*args, **options):
+        out = forward(*args, **options)
         views.append(out.batch.contiguous is not None)
         return out
 

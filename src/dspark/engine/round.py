@@ -9,6 +9,7 @@ Shapes: B requests, b of them drafted for, G drafts, T = G + 1 verify rows, V vo
 
 import time
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -104,7 +105,8 @@ class Round:
             logprobs: list[list[TokenLogprob]] = [[] for _ in chunks]
             ends = [i for i, chunk in enumerate(chunks) if chunk.is_last and not chunk.request.token_ids]
             if ends:
-                last = forward.hidden[ends, [chunks[i].num_rows - 1 for i in ends]]  # [b, H]
+                last_rows = list(accumulate(chunk.num_rows for chunk in chunks))
+                last = forward.states[[last_rows[i] - 1 for i in ends]]  # [b, H]
                 judged = self._first_tokens([requests[i] for i in ends], last)
                 for i, token, entry in zip(ends, judged.tokens, judged.logprobs, strict=True):
                     tokens[i], logprobs[i] = token, entry
@@ -249,13 +251,13 @@ class Round:
             catch_up(self.runner, late)
 
     def _run_chunks(self, window: Window, chunks: list[Chunk]) -> Forward:
-        """The target over the chunks' rows, padded on the right."""
+        """The target over the chunks' rows, packed where they are not alike."""
         lens = [chunk.num_rows for chunk in chunks]
         self.stats.prompt_tokens += sum(lens)
         width = max(lens)
         rows = [r.ids(r.seq_len, r.seq_len + n) + [0] * (width - n) for r, n in chunks]
         capture = any(request.speculates for request in window.requests)
-        return self.runner.forward(window, torch.tensor(rows, device=self.runner.device), lens, capture)
+        return self.runner.forward(window, torch.tensor(rows, device=self.runner.device), lens, capture, compact=True)
 
     def _first_tokens(self, requests: list[Request], hidden: Tensor) -> Judged:
         """The token after each prompt, from the states [B, H] of the last rows; [-1] where no logit is finite."""

@@ -12,6 +12,7 @@ from dspark.engine.config import EngineSettings
 from dspark.engine.request import Request
 from dspark.engine.stats import EngineStats
 
+MOST_PADDING = 2  # the scores of one forward may be made for so many times as many rows as it runs
 _rank = attrgetter("rank")
 
 
@@ -151,14 +152,15 @@ class Scheduler:
         return [request for request in self.running if request.is_decoding]
 
     def _chunks(self, num_rows: int) -> list[Chunk]:
-        """As many prompt rows as fit when every chunk is padded to the widest."""
+        """As many prompt rows as fit; rows run packed, but scores are padded to the widest chunk."""
         chunks: list[Chunk] = []
-        width = 0
+        left, width = num_rows, 0
         for request in self._prompts():
-            room = num_rows // (len(chunks) + 1)
+            room = min(left, MOST_PADDING * num_rows // (len(chunks) + 1))
             chunks.append(Chunk(request, min(request.num_known - request.seq_len, room)))
+            left -= chunks[-1].num_rows
             width = max(width, chunks[-1].num_rows)
-            if num_rows // (len(chunks) + 1) < width:
+            if not left or (len(chunks) + 1) * width > MOST_PADDING * num_rows:
                 break
         return chunks
 
