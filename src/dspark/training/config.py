@@ -136,7 +136,7 @@ class TrainSettings(Settings):
     """A drafter checkpoint to start from instead of random weights; heads that it lacks start fresh."""
     recent_heads: int = Field(0, ge=0, exclude_if=lambda value: value == 0)
     """Block drafters, from random weights: so many key/value heads of the first layer begin by looking at the newest
-    context row, whose state says most. With little data or few steps they reach further; 0: all begin at random."""
+    context row, as in the shipped drafter. docs/results.md tells what it gained: little. 0: all begin at random."""
     freeze: tuple[str, ...] = ()
     """Beginnings of parameter names that stay as they are, such as "backbone" or "markov_head"."""
     held_out: HeldOut | None = None
