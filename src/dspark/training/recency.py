@@ -1,7 +1,8 @@
 """A start for block drafters: heads that already look at the newest row of the context.
 
-With random weights attention spreads over the context, and nothing but its position tells the newest row apart. Here queries of block rows, and keys of context rows, begin with one
-constant component each, whose rotated product falls off with the distance between them.
+With random weights attention spreads over the context, and nothing but its position tells the newest row apart. Here
+queries of block rows, and keys of context rows, begin with one constant component each, whose rotated product falls off
+with the distance between them.
 
 Shapes: N rows, H hidden, D head size, G draft slots.
 """
