@@ -176,6 +176,12 @@ def test_a_calibration_beside_the_drafter_is_applied(pair, drafter_path, costs, 
     assert open_engine(options(pair, drafter_path), own)._round.planner.temperatures == (1.0,) * 4
 
 
+def test_an_engine_drafts_as_few_as_its_settings_or_its_options_say(pair, drafter_path):
+    named, few = options(pair, drafter_path), SETTINGS.replace(num_draft_tokens=2)
+    assert open_engine(named, few)._round.runner.num_drafts == 2
+    assert open_engine(named.replace(num_draft_tokens=1), few)._round.runner.num_drafts == 1
+
+
 def options(pair, drafter_path) -> ModelOptions:
     return ModelOptions(target=pair[0].name, drafter=str(drafter_path), dtype="float32")
 

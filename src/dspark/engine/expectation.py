@@ -48,13 +48,13 @@ class Expectation:
         if known is None:
             known = np.ones_like(chance, dtype=bool)
         self._renew(slots)
-        self._weight[slots] = np.where(known, self._weight[slots] + 1, self._weight[slots]).clip(max=_OWN_ROUNDS)
-        rate = known / self._weight[slots].clip(min=1.0)
+        self._weight[slots] = np.minimum(self._weight[slots] + known, _OWN_ROUNDS)
+        rate = known / np.maximum(self._weight[slots], 1.0)
         self._chance[slots] += rate * (chance - self._chance[slots])
         count = known.sum(0)
         self._prior_weight += count
-        total = np.minimum(self._prior_weight, 1 / _PRIOR_RATE).clip(min=1.0)
-        mean = np.where(known, chance, 0.0).sum(0) / count.clip(min=1)
+        total = np.maximum(np.minimum(self._prior_weight, 1 / _PRIOR_RATE), 1.0)
+        mean = (known * chance).sum(0) / np.maximum(count, 1)
         self._prior += np.minimum(count / total, 1.0) * (mean - self._prior)
 
     def forget(self, slots: Int64[ndarray, " b"]) -> None:
@@ -81,8 +81,9 @@ class Correction:
 
     def apply(self, survival: Float64[ndarray, "B G"], greedy: Bool[ndarray, " B"]) -> Float64[ndarray, "B G"]:
         """Corrected survival; it still never rises along a request, nor above 1."""
-        ratio = (self._actual / self._predicted).clip(1 / _MAX_CORRECTION, _MAX_CORRECTION)
-        return np.minimum.accumulate((survival * ratio[greedy.astype(np.int64)]).clip(max=1.0), axis=1)
+        ratio = self._actual / self._predicted
+        ratio = np.minimum(np.maximum(ratio, 1 / _MAX_CORRECTION), _MAX_CORRECTION)
+        return np.minimum.accumulate(np.minimum(survival * ratio[greedy.astype(np.int64)], 1.0), axis=1)
 
     def learn(
         self,

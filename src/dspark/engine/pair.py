@@ -43,7 +43,8 @@ def open_engine(options: ModelOptions, settings: EngineSettings, device: torch.d
     drafter = (
         None if path is None else read_drafter(path, target.decoder, target.stored_digest or target.digest).to(device)
     )
-    settings = settings.replace(num_draft_tokens=options.num_draft_tokens)
+    if options.num_draft_tokens is not None:
+        settings = settings.replace(num_draft_tokens=options.num_draft_tokens)
     if path is not None and drafter is not None:
         drafter.prepare(pack=shards is None)
         if target.stored_digest is not None:

@@ -30,7 +30,7 @@ from dspark.spec.planner import choose_drafting, early_stop_plan, lagged_plan, s
 from dspark.spec.types import VerifyPlan
 
 EXPLORED_SHARE = 0.005  # of the time may go into drafts for requests that do not seem worth it
-LEAST_GAIN = 0.05  # drafts are made where they promise more than so much over plain decoding
+LEAST_GAIN = 0.03  # drafts are made where they promise more than so much over plain decoding
 LONGEST_REST = 16  # rounds that stay plain without a new look, where plain was best again and again
 _KEPT_ERRORS = 4096
 

@@ -33,7 +33,7 @@ class AttentionBatch:
     kv_slots: Tensor | None  # i64 [B * S], the slots of positions 0..S-1 otherwise
     real_rows: Tensor | None  # i64 [N], flat indices into [B * T] of the rows that are not padding; None = all
     causal_from_zero: bool  # each request starts at position 0 and is causal, so T == S and no mask tensor is needed
-    _biases: dict[tuple[int | None, torch.dtype], Tensor | None] = field(default_factory=dict, repr=False)
+    _biases: dict[tuple[int | None, torch.dtype, int], Tensor | None] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(
@@ -129,12 +129,12 @@ class AttentionBatch:
         shape = (self.positions.shape[0], self.num_keys, *k.shape[1:])
         return k.index_select(0, self.kv_slots).view(shape), v.index_select(0, self.kv_slots).view(shape)
 
-    def bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return what is added to the scores, [B, 1, T, S] of 0 and -inf, or None when every row sees every key.
+    def bias(self, window: int | None, dtype: torch.dtype, repeats: int = 1) -> Tensor | None:
+        """Return what is added to the scores, [B, 1, repeats * T, S] of 0 and -inf; None when every row sees every key.
 
-        With a window w a row at position p sees the keys at positions > p - w only.
+        With a window w a row at position p sees the keys at positions > p - w only. The T rows stand `repeats` times.
         """
-        if (window, dtype) not in self._biases:
+        if (window, dtype, repeats) not in self._biases:
             key = torch.arange(self.num_keys, device=self.positions.device)
             seen = key < self.visible_end[..., None]  # [B, T, S]
             if window is not None:
@@ -142,9 +142,9 @@ class AttentionBatch:
             bias = None
             if not bool(seen.all()):
                 bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-                bias = bias.masked_fill_(~seen, float("-inf")).unsqueeze(1)
-            self._biases[window, dtype] = bias
-        return self._biases[window, dtype]
+                bias = bias.masked_fill_(~seen, float("-inf")).repeat(1, repeats, 1).unsqueeze(1)
+            self._biases[window, dtype, repeats] = bias
+        return self._biases[window, dtype, repeats]
 
 
 @dataclass(frozen=True)
@@ -205,13 +205,13 @@ def paged_attention(
     B, T, Hq, D = q.shape
     k, v = batch.read(cache, layer)
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, S, D]
-    if T == 1:  # query heads that share a key/value head become rows: no repeated keys, nothing is moved
-        grouped = q.view(B, k.shape[1], -1, D)
-        bias = batch.bias(window, q.dtype)
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scale).view(B, 1, Hq, D)
-    causal = batch.causal_from_zero and (window is None or window >= batch.num_keys)
-    bias = None if causal else batch.bias(window, q.dtype)
-    out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k, v, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=Hq != k.shape[1]
-    )
-    return out.transpose(1, 2)
+    Hkv = k.shape[1]
+    if batch.causal_from_zero and (window is None or window >= batch.num_keys):
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, scale=scale, enable_gqa=Hq != Hkv)
+        return out.transpose(1, 2)
+    # Query heads that share a key/value head become rows of it: its keys are read once, not once a query head.
+    share = Hq // Hkv
+    grouped = q.view(B, T, Hkv, share, D).permute(0, 2, 3, 1, 4).reshape(B, Hkv, share * T, D)
+    bias = batch.bias(window, q.dtype, 1 if T == 1 else share)
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scale)
+    return out.view(B, Hkv, share, T, D).permute(0, 3, 1, 2, 4).reshape(B, T, Hq, D)

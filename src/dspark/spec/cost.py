@@ -171,7 +171,7 @@ class Lines:
 
     def at(self, x: Int64[ndarray, "*n"]) -> Float64[ndarray, "*n"]:
         """The value at each x."""
-        left = np.clip(np.searchsorted(self.x, x, side="right") - 1, 0, len(self.slope) - 1)
+        left = np.minimum(np.maximum(np.searchsorted(self.x, x, side="right") - 1, 0), len(self.slope) - 1)
         value: ndarray = self.y[left] + self.slope[left] * np.maximum(x - self.x[left], 0.0)
         return value
 
