@@ -1,5 +1,6 @@
 """Files written whole or not at all, checksums, and JSON lines read with errors that name the line."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -8,9 +9,9 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from dspark.errors import DataError
+from dspark.errors import ConfigError, DataError
 from dspark.log import get_logger
 
 _log = get_logger(__name__)
@@ -35,6 +36,21 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
             temporary.replace(target)
     finally:
         _remove(temporary)
+
+
+def lock(file: IO[Any], path: str | Path) -> None:
+    """Keep other processes from writing `path` while `file`, an open file that stands for it, is not closed.
+
+    The system frees the lock when the process ends, however it ends. Where the file system knows no locks nothing is
+    kept out. Where another process has the lock, `file` is closed and `ConfigError` raised.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(f"out: {path} is written by another process: wait for it, or choose another out") from None
+    except OSError as error:
+        _log.debug("%s: not locked: %s", path, error)
 
 
 def sha256_file(path: str | Path) -> str:

@@ -37,6 +37,7 @@ from dspark.errors import CheckpointError, ConfigError
 from dspark.evaluation import calibrate as calibration
 from dspark.evaluation.calibrate import CalibrationReport
 from dspark.evaluation.config import CalibrateOptions
+from dspark.files import lock
 from dspark.generation import regenerate as regeneration
 from dspark.generation import synthesize as synthesis
 from dspark.generation.config import RegenerateSettings, SynthesizeSettings
@@ -107,7 +108,7 @@ def train(settings: TrainSettings) -> TrainReport | None:
         if ranks.runs_target:
             serve_states(settings, ranks)
             return None
-        with open_samples(settings, ranks) as (target, samples):
+        with only_run(settings.out, ranks), open_samples(settings, ranks) as (target, samples):
             if len(samples) < settings.batch_size:
                 raise ConfigError(f"batch_size: {settings.batch_size} exceeds the {len(samples)} samples: lower it")
             drafter = build_drafter(settings, target, samples).to(ranks.device)
@@ -124,6 +125,18 @@ def train(settings: TrainSettings) -> TrainReport | None:
             with graceful_stop(stop, "finishing this step and saving; press Ctrl-C again to stop at once"):
                 report = trainer.run()
         return report if ranks.is_main else None
+
+
+@contextmanager
+def only_run(out: Path, ranks: Ranks) -> Iterator[None]:
+    """Keep other runs out of this one's directory. Raises ConfigError where one is under way there."""
+    if not ranks.is_main:
+        yield
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / ".lock").open("wb") as file:
+        lock(file, out)
+        yield
 
 
 def check_held_out(settings: TrainSettings) -> None:

@@ -25,7 +25,7 @@ from dspark.cache.format import (
 )
 from dspark.cache.reader import CacheReader
 from dspark.cache.writer import CacheWriter
-from dspark.errors import CacheError
+from dspark.errors import CacheError, ConfigError
 
 NUM_LAYERS, HIDDEN = 2, 6
 IDENTITY = Manifest(
@@ -247,6 +247,13 @@ def test_a_finished_cache_grows(tmp_path: Path) -> None:
             CacheReader(tmp_path)
         writer.finish()
     assert [s.sample_id for s in CacheReader(tmp_path)] == [0, 1, 2]
+
+
+def test_two_processes_do_not_write_one_cache(tmp_path):
+    with CacheWriter(tmp_path, IDENTITY), pytest.raises(ConfigError, match="is written by another process"):
+        CacheWriter(tmp_path, IDENTITY)
+    with CacheWriter(tmp_path, IDENTITY) as writer:
+        assert not writer.sample_ids
 
 
 def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import pytest
 
 from dspark.data.journal import Journal
 from dspark.draws import draw, draw_integer
+from dspark.errors import ConfigError
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"id": "c"', b'{"id": "c", "text": "' + b"x" * 200_000])
@@ -31,6 +32,17 @@ def test_a_file_of_one_torn_line_is_empty(tmp_path: Path) -> None:
     with Journal(path, {}) as journal:
         assert not journal.rows
     assert path.read_bytes() == b""
+
+
+def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with Journal(path, {}) as journal:
+        journal.append({"id": "a"})
+        with pytest.raises(ConfigError, match="rows.jsonl is written by another process"):
+            Journal(path, {})
+        journal.append({"id": "b"})
+    with Journal(path, {}) as journal:
+        assert journal.ids == {"a", "b"}
 
 
 def test_draws_depend_on_names_alone() -> None:

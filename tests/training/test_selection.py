@@ -9,6 +9,7 @@ from tiny_training import TAPS, Samples, losses, make_trainer
 from dspark.drafters.base import Drafter
 from dspark.errors import ConfigError
 from dspark.models.decoder import Decoder
+from dspark.stages import only_run
 from dspark.training.build import drafter_config, freeze, new_drafter, warm_start
 from dspark.training.config import DrafterShape
 from dspark.training.parallel import Ranks
@@ -160,3 +161,14 @@ def test_what_cannot_be_frozen_is_named(target: Decoder, rows: Samples) -> None:
         freeze(drafter, ("bakbone",))
     with pytest.raises(ConfigError, match="nothing is left"):
         freeze(drafter, ("",))
+
+
+def test_two_runs_do_not_share_a_directory(tmp_path: Path, alone: Ranks) -> None:
+    with (
+        only_run(tmp_path, alone),
+        pytest.raises(ConfigError, match="is written by another"),
+        only_run(tmp_path, alone),
+    ):
+        pass
+    with only_run(tmp_path, alone):
+        pass

@@ -7,7 +7,7 @@ record: both are cut off when the build is opened again.
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -30,7 +30,9 @@ from dspark.cache.format import (
 from dspark.cache.reader import ShardFiles
 from dspark.cache.recovery import recover, write_index
 from dspark.errors import CacheError
+from dspark.files import lock
 
+LOCK_NAME = ".lock"
 BUILD_NAME = "build.json"  # what a build is for: the manifest without its counts
 
 
@@ -38,7 +40,7 @@ class CacheWriter:
     """Appends samples to the cache in `path`, whether new, unfinished or finished.
 
     `identity` is the manifest without counts and shards; a directory begun with another one is refused. Use as a
-    context manager, and call `finish` at the end. Raises `CacheError`.
+    context manager, and call `finish` at the end. Raises `CacheError`, and `ConfigError` where another process writes.
     """
 
     def __init__(self, path: str | Path, identity: Manifest, shard_bytes: int = 2 << 30) -> None:
@@ -49,13 +51,16 @@ class CacheWriter:
         num_layers, hidden_size = len(identity.target_layer_ids), identity.hidden_size
         self._sample_shape = (num_layers, hidden_size)
         self._files = ShardFiles(self.path, hidden_size, num_layers)
-        with self._writing():
+        with self._writing(), ExitStack() as held:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock(held.enter_context((self.path / LOCK_NAME).open("wb")), self.path)
             self._claim()
             records = recover(self.path, hidden_size, num_layers)
             self._records = {int(record["sample_id"]): record for record in records}
             self._shard_id = int(records["shard_id"].max(initial=0))
             self._shard: BinaryIO = (self.path / shard_name(self._shard_id)).open("ab")
             self._index: BinaryIO = (self.path / INDEX_NAME).open("ab")
+            self._lock = held.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -63,6 +68,7 @@ class CacheWriter:
     def __exit__(self, *_: object) -> None:
         self._shard.close()
         self._index.close()
+        self._lock.close()
 
     def __contains__(self, sample_id: int) -> bool:
         return sample_id in self._records
@@ -128,7 +134,6 @@ class CacheWriter:
 
     def _claim(self) -> None:
         """Write what this build is for, or compare it with what the directory was begun for."""
-        self.path.mkdir(parents=True, exist_ok=True)
         if (self.path / BUILD_NAME).exists():
             begun = Manifest.read(self.path, BUILD_NAME)
             if begun.ends_digest is None:  # of a build of before; the revision names the target all the same

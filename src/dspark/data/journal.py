@@ -8,26 +8,30 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from dspark.errors import ConfigError, DataError
-from dspark.files import atomic_path, json_line, read_jsonl
+from dspark.files import atomic_path, json_line, lock, read_jsonl
 
 
 class Journal:
     """The rows of `path`, each with an "id" of its own; a line that was cut off by a kill is removed on opening.
 
     `stamp` names what decides the rows' content. It is kept beside the file, and a file begun with other values of the
-    same keys is refused. Use as a context manager. Raises `ConfigError`, and `DataError` for a file of something else.
+    same keys is refused, and so is one that another process writes. Use as a context manager. Raises `ConfigError`, and
+    `DataError` for a file of something else.
     """
 
     def __init__(self, path: str | Path, stamp: Mapping[str, Any]) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._claim(json.loads(json.dumps(stamp)))
-        self.rows: list[dict[str, Any]] = []
-        if self.path.exists():
-            _cut_torn_line(self.path)
-            self.rows = [row for _, row in read_jsonl(self.path)]
-        self.ids = {row["id"] for row in self.rows}
         self._file: BinaryIO = self.path.open("ab")
+        lock(self._file, self.path)
+        _cut_torn_line(self.path)
+        try:
+            self.rows = [row for _, row in read_jsonl(self.path)]
+        except DataError:
+            self._file.close()
+            raise
+        self.ids = {row["id"] for row in self.rows}
 
     def __enter__(self) -> Self:
         return self
