@@ -10,7 +10,7 @@ Shapes: B texts, T letters.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -165,4 +165,6 @@ def make_pair(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    make_pair(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="where to write")
+    make_pair(parser.parse_args().directory)
