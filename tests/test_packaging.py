@@ -3,13 +3,64 @@
 import configparser
 import re
 import tomllib
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from dspark.errors import DsparkError
 
 ROOT = Path(__file__).parents[1]
+
+# What PyPI's CUDA build of torch requires to the digit, as its page there says. The build for processors alone, which
+# these tests may run with, does not say it.
+TRITON_OF_TORCH = {"2.13.0": "3.7.1"}
+
+
+def pins() -> dict[str, str]:
+    """Version by name, of every line of constraints.txt."""
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    return {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
+
+
+def contradicted(requirements: list[str]) -> list[str]:
+    """Those of the requirements that a pin does not meet."""
+    found, pinned = [], pins()
+    for requirement in map(Requirement, requirements):
+        pin = pinned.get(canonicalize_name(requirement.name))
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if pin is not None and applies and not requirement.specifier.contains(pin, prereleases=True):
+            found.append(f"{requirement} is pinned to {pin}")
+    return found
+
+
+def test_the_pins_meet_what_the_project_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    assert not contradicted(asked)
+
+
+def test_the_pins_meet_what_the_pinned_packages_ask_for() -> None:
+    """As far as they are installed here, in the pinned version."""
+    checked, found = 0, []
+    for name, version in pins().items():
+        with suppress(PackageNotFoundError):
+            installed = distribution(name)
+            if Version(installed.version).public == Version(version).public:
+                found += [f"{name}: {problem}" for problem in contradicted(installed.requires or [])]
+                checked += 1
+    assert checked
+    assert not found
+
+
+def test_triton_is_the_one_that_torch_brings() -> None:
+    pinned = pins()
+    assert pinned["torch"] in TRITON_OF_TORCH, "look its Triton up, and add it"
+    assert pinned["triton"] == TRITON_OF_TORCH[pinned["torch"]]
 
 
 def test_the_image_copies_what_is_there_and_not_ignored() -> None:
