@@ -158,7 +158,7 @@ def test_fields_in_braces() -> None:
 
 
 def test_parquet(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="Parquet files need dspark[data]")
+    pyarrow = pytest.importorskip("pyarrow", reason="Parquet files need pyarrow")
     from pyarrow.parquet import write_table
 
     messages = [{"role": "user", "content": "hi", "tool_calls": None}, {"role": "assistant", "content": "ho"}]
@@ -172,7 +172,7 @@ def test_parquet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_the_datasets_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool) -> None:
-    datasets = pytest.importorskip("datasets", reason="public data sets need dspark[data]")
+    datasets = pytest.importorskip("datasets", reason="public data sets need datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
     (tmp_path / "set").mkdir()
@@ -209,4 +209,4 @@ def test_a_missing_library_comes_with_the_command(
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 2
-    assert "pip install 'dspark[data]'" in capsys.readouterr().err
+    assert f"pip install {library.partition('.')[0]}" in capsys.readouterr().err

@@ -81,4 +81,4 @@ def _parquet(path: Path, name: str) -> Iterator[Row]:
 
 
 def _missing(where: str, library: str) -> ConfigError:
-    return ConfigError(f"{where}: needs the {library} library: pip install 'dspark[data]'")
+    return ConfigError(f"{where}: needs the {library} library: pip install {library}")

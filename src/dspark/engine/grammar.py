@@ -86,7 +86,7 @@ class Grammars:
             from llguidance import LLMatcher
         except ImportError:
             raise RequestError(
-                f"{field}: grammars need llguidance, which is not installed: pip install 'dspark[grammar]'"
+                f"{field}: grammars need llguidance, which is not installed: pip install llguidance"
             ) from None
         try:
             tokenizer = self._tokenizer
