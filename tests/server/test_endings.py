@@ -1,6 +1,7 @@
 """How requests and the server end: a client that goes away, SIGTERM, a limit of time, an engine that fails."""
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -49,7 +50,8 @@ def events(lines: Iterator[str]) -> Iterator[dict]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_ends_its_request_within_a_round(make_served, stream):
+def test_a_client_that_goes_away_ends_its_request_within_a_round(make_served, stream, caplog):
+    caplog.set_level(logging.INFO, logger="dspark")
     with make_served() as served, httpx.Client(base_url=served.base, timeout=20) as http:
         gate = Gate(served)
         gate.let(3)
@@ -66,6 +68,9 @@ def test_a_client_that_goes_away_ends_its_request_within_a_round(make_served, st
         wait_for(lambda: not served.engine.has_work())
         assert gate.num_steps <= done + 1
         assert served.engine.load.running == 0
+        (told,) = (record.fields for record in caplog.records if "dropped" in getattr(record, "fields", {}))
+        assert told["dropped"] == "disconnect"
+        assert 1 <= told["completion_tokens"] <= 5 * done
         assert 'dspark_request_aborted_total{reason="disconnect"} 1.0' in http.get("/metrics").text
 
 

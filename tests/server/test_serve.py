@@ -1,5 +1,6 @@
 """`dspark serve` itself: from the command line to an answer and back, and its exit codes."""
 
+import json
 import os
 import re
 import signal
@@ -36,9 +37,10 @@ def test_from_start_to_sigterm(target_path: str, tmp_path: Path):
     assert process.stderr is not None
     try:
         lines = []
-        while not (found := re.search(r"serves small at (\S+)$", lines[-1] if lines else "")):
+        while not (found := re.search(r'"url": "(\S+)"', lines[-1] if lines else "")):
             lines.append(process.stderr.readline())
             assert lines[-1], "".join(lines)
+        assert [json.loads(line)["message"] for line in lines][-1] == "listening"
         client = openai.OpenAI(base_url=f"{found[1]}/v1", api_key="k", timeout=20)
         stream = client.chat.completions.create(
             model="small",

@@ -46,6 +46,7 @@ class Answers:
 
     job: Job
     completions: dict[int, Completion] = field(default_factory=dict)  # by choice
+    num_tokens: int = 0  # put out so far, over all answers
     error: DsparkError | None = None
     _outputs: list[StepOutput] = field(default_factory=list)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -62,6 +63,7 @@ class Answers:
 
     def put(self, output: StepOutput) -> None:
         """Take an output of the engine."""
+        self.num_tokens += len(output.token_ids)
         if output.completion is not None:
             self.completions[self.job.choice(output)] = output.completion
         if self.job.streams:

@@ -146,6 +146,9 @@ def announce(service: Service, listener: socket.socket) -> None:
     if settings.is_public and settings.api_key is None:
         _log.warning("host %s: other machines can use this server without an API key; set DSPARK_API_KEY", host)
     base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    if settings.log_format == "json":
+        _log.info("listening", extra=logs.fields(url=base, model=settings.name))
+        return
     key = "none" if settings.api_key is None else "YOUR_KEY"
     logs.say(
         f"""

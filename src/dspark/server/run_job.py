@@ -104,8 +104,9 @@ class _Run:
         if not self.answers.finished:
             self.service.metrics.count_dropped(self.reason)
             self.details["dropped"] = self.reason
-        counts, speculation = usage(self.job, done), figures(done)
-        self.details |= {name: counts[name] for name in ("prompt_tokens", "completion_tokens")}
+        speculation = figures(done)
+        self.details["prompt_tokens"] = usage(self.job, done)["prompt_tokens"]
+        self.details["completion_tokens"] = self.answers.num_tokens  # those of answers that were cut off too
         self.details |= {name: speculation[name] for name in ("rounds", "accepted_length", "first_token_seconds")}
         self.details["finish"] = ",".join(sorted({completion.finish_reason for completion in done}))
 

@@ -92,7 +92,7 @@ def latency_table(points: Sequence[LoadFigures]) -> Table:
         "Milliseconds at the 50th, 90th and 99th percentile. A piece of text holds as many tokens as the server sends "
         "together: with speculation those of a round."
     )
-    return Table("Latency", columns, rows, 2, note)
+    return Table("Latency, ms", columns, rows, 2, note)
 
 
 def about(rows: Sequence[LoadRow], options: LoadOptions) -> Table:

@@ -10,12 +10,14 @@ from dspark.server.service import Service
 router = APIRouter()
 
 
+@router.head("/v1/models", include_in_schema=False)
 @router.get("/v1/models")
 async def list_models(request: Request) -> Json:
     """The one model that is served."""
     return {"object": "list", "data": [_card(request.app.state.service)]}
 
 
+@router.head("/v1/models/{name:path}", include_in_schema=False)
 @router.get("/v1/models/{name:path}")
 async def show_model(request: Request, name: str) -> Json:
     """The model by its name."""

@@ -30,12 +30,14 @@ _HEADERS = {
 }
 
 
+@router.head("/")
 @router.get("/")
 def page() -> Response:
     """The page itself."""
     return _file("index.html")
 
 
+@router.head("/web/{name}")
 @router.get("/web/{name}")
 def part(name: str) -> Response:
     """What belongs to it."""
