@@ -117,6 +117,34 @@ def test_tokens_and_back(http, served):
         assert http.post(path, json=body).status_code == 400
 
 
+def test_the_schema_tells_the_models_name(http):
+    schemas = http.get("/openapi.json").json()["components"]["schemas"]
+    assert schemas["ChatRequest"]["properties"]["model"]["const"] == "tiny"
+    assert schemas["TokenizeRequest"]["properties"]["model"]["anyOf"][0]["const"] == "tiny"
+
+
+def test_tokens_of_messages_are_those_of_a_chat(http, served):
+    tokenizer = served.engine.target.tokenizer
+    tools = [{"type": "function", "function": {"name": "f", "description": "d"}}]
+    asked = {"messages": CHAT["messages"], "tools": tools}
+    before = tokenizer.chat_template
+    try:
+        for template in (before, before.replace("tools", "nothing")):  # one that knows no tools
+            tokenizer.chat_template = template
+            count = http.post("/tokenize", json=asked).json()["count"]
+            assert count > 50
+            assert http.post("/v1/chat/completions", json=CHAT | asked).json()["usage"]["prompt_tokens"] == count
+    finally:
+        tokenizer.chat_template = before
+
+
+def test_head_is_answered(http):
+    for path in ("/", "/web/main.js", "/health", "/ready", "/metrics", "/v1/models", "/v1/models/tiny"):
+        answer = http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert http.head("/v1/models/other").status_code == 404
+
+
 def test_a_key_where_one_is_set(make_served):
     with make_served(api_key="secret", cors_origins=["https://here.example"]) as served:
         with pytest.raises(openai.AuthenticationError) as caught:

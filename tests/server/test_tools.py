@@ -118,7 +118,7 @@ def test_a_call_that_must_be(served, choice, stream):
         tools=TOOLS if choice != "required" else TOOLS[:1],
         tool_choice=choice,
         temperature=0,
-        max_tokens=300,
+        max_tokens=180,
         stream=stream,
         logit_bias={str(served.engine.target.tokenizer.convert_tokens_to_ids(sign)): 60 for sign in '"}'},
     )

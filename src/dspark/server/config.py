@@ -23,7 +23,7 @@ class LimitSettings(Settings):
     max_answers: int = Field(128, ge=1)
     """Answers to one request: prompts times n."""
     max_tokens: int | None = Field(None, ge=1)
-    """New tokens of one answer at most, whatever a request asks for; by default what the context holds."""
+    """New tokens of one answer at most: who asks for more is refused; by default what the context holds."""
     max_body_bytes: int = Field(4 << 20, ge=1024)
     """Bytes of a request's body; a longer one is answered 413."""
     request_seconds: float | None = Field(None, gt=0)

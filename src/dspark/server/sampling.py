@@ -28,19 +28,21 @@ _SAME = (  # fields that mean the same to the engine
     "bad_words",
 )
 _GRAMMARS = ("json_schema", "regex", "choice", "grammar")
-_OPENAI_TEMPERATURE = 1.0  # what OpenAI's API takes where a request says nothing
+# What OpenAI's API takes where a request says nothing; a chat's answer is as long as it gets.
+_OPENAI_TEMPERATURE = 1.0
+_OPENAI_TEXT_TOKENS = 16
 
 
 def sampling_params(
-    fields: SamplingFields, engine: Engine, limits: LimitSettings, max_tokens: int, **others: Any
+    fields: SamplingFields, engine: Engine, limits: LimitSettings, room: int, **others: Any
 ) -> SamplingParams:
     """The engine's parameters; `others` are fields of them that the kinds of request have in ways of their own.
 
-    Raises ApiError naming the request's field.
+    `room` is how many tokens the context holds after the longest prompt. Raises ApiError naming the request's field.
     """
     given = {name: value for name in _SAME if (value := getattr(fields, name)) is not None}
     given["temperature"] = _OPENAI_TEMPERATURE if fields.temperature is None else fields.temperature
-    given["max_tokens"] = max_tokens if limits.max_tokens is None else min(max_tokens, limits.max_tokens)
+    given["max_tokens"] = _max_tokens(fields, limits, room)
     if fields.logit_bias:
         given["logit_bias"] = _bias(fields.logit_bias)
     vocab_size = engine.target.config.vocab_size
@@ -103,6 +105,22 @@ def renamed(error: ApiError, fields: SamplingFields) -> ApiError:
     if message.startswith(name) and not message.startswith(param):
         message = param + message.removeprefix(name)
     return ApiError(error.status, message, param, error.code, error.headers)
+
+
+def _max_tokens(fields: SamplingFields, limits: LimitSettings, room: int) -> int:
+    """New tokens of an answer. Raises ApiError where more are asked for than there can be."""
+    chat = isinstance(fields, ChatRequest)
+    newer = fields.max_completion_tokens if isinstance(fields, ChatRequest) else None
+    asked, name = (fields.max_tokens, "max_tokens") if newer is None else (newer, "max_completion_tokens")
+    if newer is not None and fields.max_tokens not in (None, newer):
+        raise bad_request("max_tokens: it differs from max_completion_tokens; give one of them", "max_tokens")
+    most = room if limits.max_tokens is None else min(room, limits.max_tokens)
+    if asked is None:
+        return most if chat else min(most, _OPENAI_TEXT_TOKENS)
+    if asked > most:
+        why = "the context holds after the prompt" if most == room else "an answer of this server may have"
+        raise bad_request(f"{name}: it is {asked}, more than the {most} that {why}; ask for fewer", name)
+    return asked
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:

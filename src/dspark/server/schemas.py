@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from dspark.engine.request import MAX_LOGPROBS
 
 MAX_DEPTH = 64  # of JSON inside a request: what walks through it may recurse
 Text = Annotated[str, Field(min_length=1)]
@@ -44,6 +46,12 @@ class Body(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: object) -> object:
+        """Whatever the field: clients send back what answers held, as `"refusal": null`."""
+        return {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
+
 
 class StreamOptions(Body):
     """Of streams alone."""
@@ -76,21 +84,21 @@ class SamplingFields(Body):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
+    n: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = None
+    top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Annotated[Annotated[Text, Tag("[text]")] | Annotated[Stops, Tag("[list]")], ByKind] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = None
     user: str | None = Field(None, max_length=512)  # who asks: written to the log
     # Beyond OpenAI's own, by the names that other open servers use.
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    repetition_penalty: float | None = None
+    top_k: int | None = Field(None, ge=0)
+    min_p: float | None = Field(None, ge=0, le=1)
+    min_tokens: int | None = Field(None, ge=0)
+    repetition_penalty: float | None = Field(None, gt=0)
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[Text] | None = Field(None, max_length=1024)
@@ -109,7 +117,7 @@ class CompletionRequest(SamplingFields):
         | Annotated[list[list[int]], Tag("[lists]")],
         ByKind,
     ]
-    logprobs: int | None = None  # list so many of the likeliest tokens beside each token
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)  # list so many of the likeliest tokens beside each token
 
 
 class TextPart(Body):
@@ -127,22 +135,26 @@ class FunctionCall(Body):
 
 
 class ToolCallPart(Body):
-    """A call that an assistant's message made."""
+    """A call that an assistant's message made. `index`, as streams give it, is its place in the list."""
 
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = None
 
 
 class ChatMessage(Body):
-    """One message of a conversation."""
+    """One message of a conversation. An assistant's has what answers have, so that it can be sent back as it came."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Annotated[str, Tag("[text]")] | Annotated[list[TextPart], Tag("[list]")], ByKind] | None = None
-    name: str | None = None
+    name: Text | None = None
     tool_calls: list[ToolCallPart] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the later name of the same
+    refusal: str | None = None  # what was said in place of content
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None  # of answers from other servers
 
 
 class FunctionTool(Body):
@@ -194,9 +206,9 @@ class ChatRequest(SamplingFields):
     """Body of `/v1/chat/completions`."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: (
@@ -211,7 +223,7 @@ class ChatRequest(SamplingFields):
 
 
 class TokenizeRequest(Body):
-    """Body of `/tokenize`: a prompt, or messages."""
+    """Body of `/tokenize`: a prompt (and add_special_tokens), or messages (and tools, add_generation_prompt)."""
 
     model: str | None = None
     prompt: str | None = None

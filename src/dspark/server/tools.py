@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dspark.data.chat import ChatTemplate
@@ -62,25 +62,33 @@ def tool_use(body: ChatRequest, chat: ChatTemplate) -> ToolUse:
         for name in ("tool_choice", "parallel_tool_calls"):
             if getattr(body, name) not in (None, "none"):
                 raise bad_request(f"{name}: it goes with tools alone", name)
+    use = told_of(tools, chat)
+    if choice == "none" or not tools:
+        return ToolUse()
+    use = replace(use, single=body.parallel_tool_calls is False)
+    forced = _forced(body, tools, choice)
+    if not forced:
+        return use
+    arguments = "parameters" if "<|python_tag|>" in _template(chat) else "arguments"
+    opening = f"{OPEN}\n" if use.style == "tagged" else ""
+    return replace(use, forced=True, opening=opening, schema=_call_schema(forced, arguments))
+
+
+def told_of(tools: Sequence[Tool], chat: ChatTemplate) -> ToolUse:
+    """How the model is told of tools, one of which it may call. Raises ApiError where two have the same name."""
     names = tuple(tool.function.name for tool in tools)
     if len(set(names)) < len(names):
         raise bad_request("tools: two functions have the same name", "tools")
-    if choice == "none" or not tools:
+    if not tools:
         return ToolUse()
-    forced = _forced(body, tools, choice)
-    template = str(chat.tokenizer.chat_template or "")
+    template = _template(chat)
     knows = re.search(r"\btools\b", template) is not None
-    style: Style = "bare" if knows and OPEN not in template else "tagged"
     described = [_described(tool) for tool in tools]
     return ToolUse(
         names=names,
-        style=style,
+        style="bare" if knows and OPEN not in template else "tagged",
         in_template=tuple(described) if knows else (),
         in_prompt="" if knows else _PROMPT.format(tools="\n".join(json.dumps(d["function"]) for d in described)),
-        forced=bool(forced),
-        opening=f"{OPEN}\n" if forced and style == "tagged" else "",
-        schema=_call_schema(forced, "parameters" if "<|python_tag|>" in template else "arguments") if forced else None,
-        single=body.parallel_tool_calls is False,
     )
 
 
@@ -101,6 +109,10 @@ def _forced(body: ChatRequest, tools: Sequence[Tool], choice: str | NamedTool) -
     if other and forced:
         raise bad_request(f"{other}: with this tool_choice the answer is a call; leave it out", other)
     return forced
+
+
+def _template(chat: ChatTemplate) -> str:
+    return str(chat.tokenizer.chat_template or "")
 
 
 def _described(tool: Tool) -> dict[str, Any]:

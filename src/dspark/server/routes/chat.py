@@ -10,7 +10,7 @@ from dspark.data.chat import ChatTemplate
 from dspark.server.answers import Job, new_name
 from dspark.server.chat_shape import ChatShape
 from dspark.server.errors import bad_request
-from dspark.server.prompts import messages_of, render
+from dspark.server.prompts import check_names, messages_of, render
 from dspark.server.run_job import run_job
 from dspark.server.sampling import response_schema, sampling_params
 from dspark.server.schemas import ChatRequest
@@ -33,7 +33,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
         body,
         service.engine.engine,
         service.settings.limits,
-        _max_tokens(body) or service.limit - len(prompt),
+        service.limit - len(prompt),
         json_schema=use.schema or response_schema(body.response_format),
         logprobs=_num_logprobs(body),
     )
@@ -54,21 +54,15 @@ def chat_template(service: Service, body: ChatRequest) -> ChatTemplate:
 
 async def prompt_ids(service: Service, chat: ChatTemplate, body: ChatRequest, use: ToolUse) -> list[int]:
     """Token ids of the conversation, up to where the answer begins."""
-    messages = use.told(messages_of(body.messages))
-    chat = chat.with_tools(use.in_template)
+    given = messages_of(body.messages)
+    messages, chat = use.told(given), chat.with_tools(use.in_template)
     size = sum(len(message.content) for message in messages)
-    return await service.aside(lambda: render(chat, messages, use.opening), size)
 
+    def work() -> list[int]:
+        check_names(chat, given)
+        return render(chat, messages, use.opening)
 
-def _max_tokens(body: ChatRequest) -> int | None:
-    given, older = body.max_completion_tokens, body.max_tokens
-    if given is not None and older is not None and given != older:
-        raise bad_request("max_tokens: it differs from max_completion_tokens; give one of them", "max_tokens")
-    found = older if given is None else given
-    if found is not None and found < 1:
-        name = "max_tokens" if given is None else "max_completion_tokens"
-        raise bad_request(f"{name}: it is {found}; ask for at least one token", name)
-    return found
+    return await service.aside(work, size)
 
 
 def _num_logprobs(body: ChatRequest) -> int | None:

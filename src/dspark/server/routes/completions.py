@@ -23,8 +23,6 @@ from dspark.server.token_texts import OriginTexts, TokenTexts
 
 router = APIRouter()
 
-_OPENAI_MAX_TOKENS = 16  # what OpenAI's API takes where a request says nothing
-
 
 @router.post("/v1/completions")
 async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -37,7 +35,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         body,
         service.engine.engine,
         service.settings.limits,
-        _OPENAI_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        service.limit - max(map(len, prompts)),
         logprobs=body.logprobs,
     )
     job = Job(new_name("cmpl"), prompts, params, body.priority, bool(body.stream))

@@ -5,14 +5,17 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from dspark.data.chat import ChatTemplate
-from dspark.errors import DataError
 from dspark.server.errors import bad_request
-from dspark.server.prompts import messages_of, text_ids
+from dspark.server.prompts import check_names, messages_of, render, text_ids
 from dspark.server.reply import Json
 from dspark.server.schemas import DetokenizeRequest, TokenizeRequest
 from dspark.server.service import Service
+from dspark.server.tools import told_of
 
 router = APIRouter()
+
+_OF_PROMPT = ("add_special_tokens",)
+_OF_MESSAGES = ("tools", "add_generation_prompt")
 
 
 @router.post("/tokenize")
@@ -22,6 +25,10 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Json:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("prompt: give a prompt or messages", "prompt")
+    others, kind = (_OF_MESSAGES, "messages") if body.messages is None else (_OF_PROMPT, "a prompt")
+    for name in others:
+        if name in body.model_fields_set:
+            raise bad_request(f"{name}: it goes with {kind} alone", name)
     size = len(body.prompt or "") + sum(len(m.content or "") for m in body.messages or [])
     ids = await service.aside(lambda: _ids(service, body), size)
     found: Json = {"count": len(ids), "max_model_len": service.limit, "tokens": ids}
@@ -46,9 +53,8 @@ def _ids(service: Service, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         return text_ids(service.tokenizer, body.prompt, body.add_special_tokens)
     assert body.messages is not None
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
-    chat = ChatTemplate(service.tokenizer).with_tools(tools)
-    try:
-        return chat.encode(chat.text(messages_of(body.messages), body.add_generation_prompt))
-    except DataError as error:
-        raise bad_request(f"messages: {error}", "messages") from None
+    chat, given = ChatTemplate(service.tokenizer), messages_of(body.messages)
+    use = told_of(body.tools or [], chat)
+    chat = chat.with_tools(use.in_template)
+    check_names(chat, given)
+    return render(chat, use.told(given), add_generation_prompt=body.add_generation_prompt)
