@@ -130,6 +130,7 @@ def test_what_does_not_fit_the_target_is_refused(target, params, message):
         ({"logit_bias": {"-1": 1.0}}, "logit_bias"),
         ({"logit_bias": {"1": 101.0}}, "logit_bias"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e39}, "repetition_penalty"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty"),
         ({"logprobs": 21}, "logprobs"),

@@ -56,6 +56,8 @@ SHARED = [
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e300}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias.5"),
     ({"logit_bias": {"99999": 1}}, "logit_bias"),

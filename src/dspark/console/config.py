@@ -25,7 +25,7 @@ class AnswerOptions(Settings):
     """Keep the likeliest tokens that together reach this mass."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Keep tokens at least this likely relative to the likeliest."""
-    repetition_penalty: float = Field(1.0, gt=0)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     """Divides the logits of tokens in prompt and answer (multiplies negative ones); 1 is off."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     """Taken off the logits of tokens in the answer."""

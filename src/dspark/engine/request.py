@@ -42,7 +42,7 @@ class SamplingParams(Settings):
     top_p: float = Field(1.0, gt=0, le=1)  # 1 = off
     min_p: float = Field(0.0, ge=0, le=1)  # 0 = off
     seed: int | None = None  # None = a new one for each request
-    repetition_penalty: float = Field(1.0, gt=0, allow_inf_nan=False)  # of tokens in prompt and answer; 1 = off
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)  # of tokens in prompt and answer; 1 = off
     presence_penalty: float = Field(0.0, ge=-2, le=2)  # of tokens in the answer; 0 = off
     frequency_penalty: float = Field(0.0, ge=-2, le=2)  # of tokens in the answer, each time they occur; 0 = off
     logit_bias: dict[NonNegativeInt, Annotated[float, Field(ge=-100, le=100)]] = {}  # token id -> added to its logit

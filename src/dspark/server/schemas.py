@@ -98,7 +98,7 @@ class SamplingFields(Body):
     top_k: int | None = Field(None, ge=0)
     min_p: float | None = Field(None, ge=0, le=1)
     min_tokens: int | None = Field(None, ge=0)
-    repetition_penalty: float | None = Field(None, gt=0)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[Text] | None = Field(None, max_length=1024)
