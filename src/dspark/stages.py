@@ -108,7 +108,7 @@ def train(settings: TrainSettings) -> TrainReport | None:
         if ranks.runs_target:
             serve_states(settings, ranks)
             return None
-        with only_run(settings.out, ranks), open_samples(settings, ranks) as (target, samples):
+        with open_samples(settings, ranks) as (target, samples):
             if len(samples) < settings.batch_size:
                 raise ConfigError(f"batch_size: {settings.batch_size} exceeds the {len(samples)} samples: lower it")
             drafter = build_drafter(settings, target, samples).to(ranks.device)
@@ -122,7 +122,8 @@ def train(settings: TrainSettings) -> TrainReport | None:
             streamed = samples.streamed if isinstance(samples, HybridSamples) else samples
             if isinstance(streamed, RemoteSamples):  # only without a store is it known what will be asked for
                 streamed.follow(upcoming(settings, samples, ranks) if streamed is samples else iter(()), stop)
-            with graceful_stop(stop, "finishing this step and saving; press Ctrl-C again to stop at once"):
+            asked = "finishing this step and saving; press Ctrl-C again to stop at once"
+            with only_run(settings.out, ranks), graceful_stop(stop, asked):
                 report = trainer.run()
         return report if ranks.is_main else None
 
