@@ -77,6 +77,11 @@ class Drafter(nn.Module, ABC):
         """The dtype of the weights."""
         return self.backbone.norm.weight.dtype
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.backbone.norm.weight.device
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """Target embedding of token ids, in the drafter's dtype: [...] -> [..., H]."""
         embedded: Tensor = self._borrowed.embed(token_ids)
@@ -130,8 +135,17 @@ class Drafter(nn.Module, ABC):
         """
 
     @abstractmethod
+    def draft_rows(self, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the rows of one round's drafts stand and where what each sees ends: i64 [B] -> i64 [B, Q] twice.
+
+        A request's context is [0, seq_len); every row of it is real.
+        """
+
     def draft_batch(self, seq_lens: list[int], block_tables: list[list[int]], block_size: int) -> AttentionBatch:
-        """Where the rows of one round's drafts stand, for requests whose context is [0, seq_len)."""
+        """The forward of one round's drafts, laid out."""
+        positions, visible_end = self.draft_rows(torch.tensor(seq_lens, device=self.device))
+        counts = [positions.shape[1]] * len(seq_lens)
+        return AttentionBatch.build(positions, counts, block_tables, block_size, visible_end)
 
     @abstractmethod
     def propose(

@@ -36,19 +36,18 @@ class BlockDrafter(Drafter):
         """Storage for the draft layers' context keys and values."""
         c = self.config
         heads = self.backbone.num_kv_heads
-        return PagedKVCache(c.num_hidden_layers, num_blocks, block_size, heads, c.head_dim, self.dtype)
+        return PagedKVCache(c.num_hidden_layers, num_blocks, block_size, heads, c.head_dim, self.dtype, self.device)
 
     def inject(self, features: Tensor, next_ids: Tensor, positions: Tensor, slots: Tensor, cache: PagedKVCache) -> None:
         """See `Drafter.inject`; the context of a block is the features alone."""
         self.backbone.inject(features, positions, slots, cache)
 
-    def draft_batch(self, seq_lens: list[int], block_tables: list[list[int]], block_size: int) -> AttentionBatch:
+    def draft_rows(self, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
         """The block's rows of each request: positions seq_len + 0..Q-1, visible to each other as the config says."""
-        rows = self.config.query_rows
-        first = torch.tensor(seq_lens)[:, None]
-        positions = first + torch.arange(rows)
-        visible = (first + rows).expand(-1, rows) if self.config.block_attention == "bidirectional" else positions + 1
-        return AttentionBatch.build(positions, [rows] * len(seq_lens), block_tables, block_size, visible)
+        rows, first = self.config.query_rows, seq_lens[:, None]
+        positions = first + torch.arange(rows, device=seq_lens.device)
+        bidirectional = self.config.block_attention == "bidirectional"
+        return positions, (first + rows).expand(-1, rows) if bidirectional else positions + 1
 
     def propose(
         self,
@@ -60,7 +59,7 @@ class BlockDrafter(Drafter):
         num_drafts: int,
     ) -> DraftBlock:
         """See `Drafter.propose`."""
-        ids = torch.full(batch.positions.shape, self.mask_token_id)
+        ids = torch.full_like(batch.positions, self.mask_token_id)
         ids[:, 0] = anchors
         hidden = self.backbone.draft(self.embed(ids), batch, cache)
         first = 0 if self.config.sample_from_anchor else 1

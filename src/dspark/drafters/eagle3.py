@@ -11,6 +11,7 @@ and key heads, D head size, Vd draft vocabulary. Source: EAGLE-3 (arXiv 2503.018
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.drafters.backbone import DraftLayer, FeatureFusion, RMSNorm, segment_starts
@@ -110,17 +111,19 @@ class Eagle3Cache(PagedKVCache):
     """Context keys and values and, for each page, the fused state of the last committed row in it."""
 
     def __init__(
-        self, config: DrafterConfig, num_kv_heads: int, num_blocks: int, block_size: int, dtype: torch.dtype
+        self, config: DrafterConfig, num_kv_heads: int, num_blocks: int, block_size: int, like: Tensor
     ) -> None:
-        super().__init__(1, num_blocks, block_size, num_kv_heads, config.head_dim, dtype)
-        self.states = torch.zeros(num_blocks, config.hidden_size, dtype=dtype)
+        """`like` has the dtype and the device of what is kept."""
+        super().__init__(1, num_blocks, block_size, num_kv_heads, config.head_dim, like.dtype, like.device)
+        self.states = like.new_zeros(num_blocks, config.hidden_size)
 
     def keep_last(self, slots: Tensor, fused: Tensor) -> None:
         """Keep of rows [N, H] the last one in each page; the rows of a page stand together, in ascending order."""
-        pages = slots // self.block_size
-        last = torch.ones_like(pages, dtype=torch.bool)
-        last[:-1] = pages[1:] != pages[:-1]
-        self.states[pages[last]] = fused[last]
+        pages, rows = slots // self.block_size, torch.arange(len(slots), device=slots.device)
+        ends = F.pad(pages[1:] != pages[:-1], (0, 1), value=True)
+        # Every row writes what the last one of its page holds, so no shape depends on where pages end.
+        last = torch.where(ends, rows, len(slots)).flip(0).cummin(0).values.flip(0)
+        self.states.index_copy_(0, pages, fused[last])
 
     def state(self, slots: Tensor) -> Tensor:
         """The kept states of the pages that slots [B] lie in: [B, H]."""
@@ -151,7 +154,8 @@ class Eagle3Drafter(Drafter):
 
     def new_cache(self, num_blocks: int, block_size: int) -> Eagle3Cache:
         """Storage for the layer's context keys and values, and the state that a chain starts from."""
-        return Eagle3Cache(self.config, self.backbone.num_kv_heads, num_blocks, block_size, self.dtype)
+        like = self.backbone.norm.weight
+        return Eagle3Cache(self.config, self.backbone.num_kv_heads, num_blocks, block_size, like)
 
     def inject(self, features: Tensor, next_ids: Tensor, positions: Tensor, slots: Tensor, cache: PagedKVCache) -> None:
         """See `Drafter.inject`. Overwrites the provisional rows of the chain with the target's own."""
@@ -163,12 +167,10 @@ class Eagle3Drafter(Drafter):
         cache.write(0, slots, k, v)
         cache.keep_last(slots, fused)
 
-    def draft_batch(self, seq_lens: list[int], block_tables: list[list[int]], block_size: int) -> AttentionBatch:
+    def draft_rows(self, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
         """The chain's rows of each request, one a draft: positions seq_len - 1 on, causal."""
-        positions = torch.tensor(seq_lens)[:, None] - 1 + torch.arange(self.num_drafts)
-        return AttentionBatch.build(
-            positions, [self.num_drafts] * len(seq_lens), block_tables, block_size, positions + 1
-        )
+        positions = seq_lens[:, None] - 1 + torch.arange(self.num_drafts, device=seq_lens.device)
+        return positions, positions + 1
 
     def propose(
         self,

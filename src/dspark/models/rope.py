@@ -43,7 +43,7 @@ class RotaryEmbedding:
         length = (positions + 1).clamp(min=rope.max_position_embeddings).double()
         stretch = rope.factor * length / rope.max_position_embeddings - (rope.factor - 1)
         base = rope.rope_theta * stretch ** (self.head_dim / (self.head_dim - 2))
-        return (1.0 / base[..., None] ** _exponents(self.head_dim).to(positions.device).double()).float()
+        return (1.0 / base[..., None] ** _exponents(self.head_dim, positions.device).double()).float()
 
 
 def apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -54,8 +54,8 @@ def apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def _exponents(head_dim: int) -> Tensor:
-    return torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+def _exponents(head_dim: int, device: torch.device | str = "cpu") -> Tensor:
+    return torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
 
 
 def _frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
