@@ -153,11 +153,14 @@ class Drafter(nn.Module, ABC):
         anchors: Tensor,
         batch: AttentionBatch,
         cache: PagedKVCache,
-        rows: SamplingRows,
+        rows: SamplingRows | None,
         seq_lens: Tensor,
         num_drafts: int,
     ) -> DraftBlock:
-        """Draft for each request: anchors [B] ids at positions seq_lens [B] -> tokens [B, num_drafts] and their law."""
+        """Draft for each request: anchors [B] ids at positions seq_lens [B] -> tokens [B, num_drafts] and their law.
+
+        `rows` None: every request is greedy, which is then not read back from the device.
+        """
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Serving: final normed hidden states [..., H] -> fp32 logits [..., Vd]."""
@@ -165,13 +168,13 @@ class Drafter(nn.Module, ABC):
         logits: Tensor = self._borrowed.head(hidden)
         return softcap(logits.float(), self.config.final_logit_softcapping)
 
-    def draw(self, logits: Tensor, rows: SamplingRows, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+    def draw(self, logits: Tensor, rows: SamplingRows | None, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """Draw the drafts at `positions` [B] from logits [B, Vd]: target ids [B], and their law [B, Vd].
 
-        The law is None when every request is greedy: nobody reads it then.
+        The law is None when every request is greedy, as without rows: nobody reads it then.
         """
         law = None
-        if bool(rows.greedy.all()):
+        if rows is None or bool(rows.greedy.all()):
             choice = argmax(logits)
         else:
             law = probabilities(logits[:, None], rows)[:, 0]

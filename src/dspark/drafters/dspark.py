@@ -54,7 +54,7 @@ class BlockDrafter(Drafter):
         anchors: Tensor,
         batch: AttentionBatch,
         cache: PagedKVCache,
-        rows: SamplingRows,
+        rows: SamplingRows | None,
         seq_lens: Tensor,
         num_drafts: int,
     ) -> DraftBlock:
@@ -67,7 +67,7 @@ class BlockDrafter(Drafter):
         return self._sample_block(self.draft_logits(hidden), hidden, anchors, rows, seq_lens)
 
     def _sample_block(
-        self, base: Tensor, hidden: Tensor, anchors: Tensor, rows: SamplingRows, seq_lens: Tensor
+        self, base: Tensor, hidden: Tensor, anchors: Tensor, rows: SamplingRows | None, seq_lens: Tensor
     ) -> DraftBlock:
         """The sequential head's loop over base [B, G, Vd]: slot k's logits take the bias of the token of slot k-1."""
         prev, confidence = anchors, []

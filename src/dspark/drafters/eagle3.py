@@ -177,7 +177,7 @@ class Eagle3Drafter(Drafter):
         anchors: Tensor,
         batch: AttentionBatch,
         cache: PagedKVCache,
-        rows: SamplingRows,
+        rows: SamplingRows | None,
         seq_lens: Tensor,
         num_drafts: int,
     ) -> DraftBlock:

@@ -39,6 +39,9 @@ class EngineSettings(Settings):
     costs: Literal["measure"] | Path | None = None  # of rounds: a file of `dspark profile`, or measured at the start
     # What each position's confidence logit is divided by; None = 1
     confidence_temperatures: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    # Record decode rounds, once for each size, and replay them. auto: as CUDA graphs, on CUDA devices alone; on: on the
+    # CPU too, as FX graphs that save nothing but show what can be recorded. Answers are the same
+    graphs: Literal["auto", "on", "off"] = "auto"
     record_rounds: bool = False  # keep a RoundRecord of every round of requests that speculate, for evaluation
 
     @model_validator(mode="after")

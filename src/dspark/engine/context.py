@@ -11,21 +11,19 @@ import torch
 
 from dspark.engine.request import Request
 from dspark.engine.runner import Forward, Runner
-from dspark.models.attention import PackedBatch
 
 MOST_HELD = 256  # rows of a request, some megabytes; then they are injected together
 
 
 def hold(forward: Forward, requests: Sequence[Request], num_rows: Sequence[int], count: int) -> None:
     """Keep the committed row of each of the last `count` requests, which ran one row each; num_rows is 0 or 1."""
-    if isinstance(forward.batch, PackedBatch):
+    if forward.is_packed:
         begin, step = forward.ran.num_real - count, 1
     else:
         step = forward.features.shape[1]
         begin = (len(requests) - count) * step
-    features = forward.features.flatten(0, 1)[begin::step][:count]  # [count, m, H]
-    if len(features) < forward.ran.num_real:
-        features = features.clone()  # else the rows of the others would stay as long
+    # A copy: the rows of others need not stay as long, and a recorded round writes over its own.
+    features = forward.features.flatten(0, 1)[begin::step][:count].clone()  # [count, m, H]
     for row, (request, kept) in enumerate(zip(requests[-count:], num_rows[-count:], strict=True)):
         if kept:
             request.held.append((features, row))

@@ -12,7 +12,7 @@ from dspark.drafters.layouts.calibration import CALIBRATION_NAME, Calibration
 from dspark.drafters.layouts.deepspec import read_drafter
 from dspark.engine.config import EngineSettings, ModelOptions
 from dspark.engine.engine import Engine
-from dspark.engine.parallel import divide, join, lead_or_follow
+from dspark.engine.parallel import DIVIDED_GRAPHS, divide, join, lead_or_follow
 from dspark.errors import CheckpointError, ConfigError
 from dspark.log import get_logger
 from dspark.models.target import load_target
@@ -32,6 +32,8 @@ def open_engine(options: ModelOptions, settings: EngineSettings, device: torch.d
         torch.set_num_threads(options.threads)
     device, shards = torch.device(device), None
     if options.tensor_parallel > 1:
+        if settings.graphs == "on":
+            raise ConfigError(DIVIDED_GRAPHS)
         shards = join(options.tensor_parallel, device)
         device = shards.device
     if options.weights != "stored" and device.type != "cpu":

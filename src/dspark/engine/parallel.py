@@ -19,6 +19,7 @@ from dspark.drafters.base import Drafter
 from dspark.drafters.sharding import shard_drafter
 from dspark.engine.calls import Line
 from dspark.engine.config import EngineSettings
+from dspark.engine.graphs import RecordedRunner, records
 from dspark.engine.runner import Runner
 from dspark.errors import ConfigError
 from dspark.models.attention import AttentionBatch, PackedBatch
@@ -26,6 +27,8 @@ from dspark.models.decoder import Decoder, DecoderOutput
 from dspark.models.linear import pack_linears
 from dspark.models.sharding import Shards, shard_decoder
 from dspark.spec.types import DraftBlock, SamplingRows
+
+DIVIDED_GRAPHS = "graphs on records the rounds of one process: set graphs to auto or off, or tensor_parallel to 1"
 
 
 class LeadRunner(Runner):
@@ -49,7 +52,9 @@ class LeadRunner(Runner):
         with self._line.call(self._number, "logits", hidden):
             return super().logits(hidden)
 
-    def propose(self, anchors: Tensor, batch: AttentionBatch, rows: SamplingRows, positions: Tensor) -> DraftBlock:
+    def propose(
+        self, anchors: Tensor, batch: AttentionBatch, rows: SamplingRows | None, positions: Tensor
+    ) -> DraftBlock:
         """See `Runner.propose`."""
         with self._line.call(self._number, "propose", anchors, batch, rows, positions):
             return super().propose(anchors, batch, rows, positions)
@@ -63,9 +68,16 @@ class LeadRunner(Runner):
 def make_runner(
     line: Line | None, decoder: Decoder, drafter: Drafter | None, settings: EngineSettings, num_blocks: int
 ) -> Runner:
-    """A runner of models that this process has whole, or of those that it shares over `line`."""
+    """A runner of models that this process has whole, or of those that it shares over `line`.
+
+    Raises ConfigError where `graphs` is on and rounds can not be recorded.
+    """
     networks = (decoder, drafter, settings, num_blocks)
-    return Runner(*networks) if line is None else LeadRunner(line, *networks)
+    if line is not None:
+        if settings.graphs == "on":
+            raise ConfigError(DIVIDED_GRAPHS)
+        return LeadRunner(line, *networks)
+    return RecordedRunner(*networks) if records(settings, decoder) else Runner(*networks)
 
 
 @torch.inference_mode()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dspark.engine.config import EngineSettings
@@ -23,7 +24,7 @@ from dspark.engine.grammar import Grammars
 from dspark.engine.logprobs import token_logprobs
 from dspark.engine.planning import Planner, RoundPlan
 from dspark.engine.request import Origin, Request, RoundRecord, TokenLogprob
-from dspark.engine.runner import Forward, Runner, Window, window_of
+from dspark.engine.runner import Epilogue, Forward, Runner, Verified, Window, may_judge_itself, window_of
 from dspark.engine.scheduler import Chunk
 from dspark.engine.stats import AcceptanceWatch, EngineStats
 from dspark.spec.accept import accept, emitted
@@ -79,12 +80,12 @@ class Round:
             plan = self.verify_plan(round_plan)
             self._count_rows(window.requests, plan)
         with self.stats.phase("verify"):
-            forward, logits, plain_logits = self.verify(window, block, plan)
-        with self.stats.phase("accept"):
-            judged = self.judge_all(window, block, plan, logits, plain_logits)
-        with self.stats.phase("commit"):
             num_held = len(requests) - begun.num_drafting if self.planner.adapts else 0
-            emissions = self.commit(forward, window.requests, judged.tokens, judged.logprobs, num_held=num_held)
+            verified = self.verify(window, block, plan, num_held)
+        with self.stats.phase("accept"):
+            judged = self.judge_all(window, block, plan, verified)
+        with self.stats.phase("commit"):
+            emissions = self.commit(verified, window.requests, judged.tokens, judged.logprobs, num_held=num_held)
             self._record(emissions, plan, block)
             if self.settings.record_rounds:
                 keep_records(emissions, window, block, plan, judged.acceptance)
@@ -110,7 +111,8 @@ class Round:
                 judged = self._first_tokens([requests[i] for i in ends], last)
                 for i, token, entry in zip(ends, judged.tokens, judged.logprobs, strict=True):
                     tokens[i], logprobs[i] = token, entry
-            return self.commit(forward, requests, tokens, logprobs, [chunk.num_rows for chunk in chunks])
+            lens = [chunk.num_rows for chunk in chunks]
+            return self.commit(Verified(forward, None), requests, tokens, logprobs, lens)
 
     def begin(self, requests: list[Request]) -> RoundPlan:
         """Choose whom to draft for. Verify lengths end where a request wants or may hold no more tokens."""
@@ -150,26 +152,28 @@ class Round:
         whole[round_plan.num_drafting :] = 1
         return VerifyPlan(lens, whole)
 
-    def verify(self, window: Window, block: DraftBlock, plan: VerifyPlan) -> tuple[Forward, Tensor, Tensor]:
+    def verify(self, window: Window, block: DraftBlock, plan: VerifyPlan, num_held: int) -> Verified:
         """Run anchors and drafts through the target, causal; row i judges draft i + 1 (from 1).
 
-        Returns the logits [b, T, V] of the requests with drafts, zero in rows that did not run, and the logits
-        [B - b, 1, V] of the others.
+        Where nobody wants the logits the device may judge as well, and give the context that is not held back.
         """
-        lens, drafted = plan.num_rows.tolist(), len(block.tokens)
-        width = max(lens)
-        token_ids = window.anchors.new_zeros(len(lens), width)
-        token_ids[:, 0] = window.anchors
-        token_ids[:drafted, 1:] = block.tokens[:, : width - 1]
-        capture = any(request.speculates for request in window.requests)
-        forward = self.runner.forward(window, token_ids, lens, capture, self.settings.verify_rows == "compact")
-        logits = self.runner.logits(forward.states)  # [N, V]
-        num_rows, judged = block.num_drafts + 1, sum(lens[:drafted])
+        epilogue, num_ready = None, len(window.requests) - num_held
+        if may_judge_itself(window.requests):
+            gives = [request.speculates and i < num_ready for i, request in enumerate(window.requests)]
+            epilogue = Epilogue(plan.verify_lens.tolist(), gives)
+        compact = self.settings.verify_rows == "compact"
+        return self.runner.verify(window, block, plan.num_rows.tolist(), compact, epilogue)
+
+    def logits(self, block: DraftBlock, plan: VerifyPlan, verified: Verified) -> tuple[Tensor, Tensor]:
+        """The logits of requests with drafts, [b, T, V], zero in rows that did not run, and of others [B - b, 1, V]."""
+        logits, drafted = verified.logits, len(block.tokens)
+        assert logits is not None
+        num_rows, judged = block.num_drafts + 1, int(plan.num_rows[:drafted].sum())
         if judged == drafted * num_rows:
             judged_logits = logits[:judged].view(drafted, num_rows, logits.shape[-1])
         else:
-            judged_logits = scatter(logits[:judged], forward.ran.first(judged), drafted, num_rows)
-        return forward, judged_logits, logits[judged:, None]
+            judged_logits = scatter(logits[:judged], verified.forward.ran.first(judged), drafted, num_rows)
+        return judged_logits, logits[judged:, None]
 
     def judge(
         self,
@@ -188,15 +192,18 @@ class Round:
         tokens = outputs(block, acceptance)
         return Judged(acceptance, tokens, token_logprobs(requests, tokens, logits, edited, rows))
 
-    def judge_all(
-        self, window: Window, block: DraftBlock, plan: VerifyPlan, logits: Tensor, plain_logits: Tensor
-    ) -> Judged:
+    def judge_all(self, window: Window, block: DraftBlock, plan: VerifyPlan, verified: Verified) -> Judged:
         """Judge the drafts of the first requests, and draw the next token of the others."""
-        drafted, parts = len(block.tokens), []
+        drafted, count = len(block.tokens), len(window.requests)
+        if verified.acceptance is not None:
+            padded = block._replace(tokens=F.pad(block.tokens, (0, 0, 0, count - drafted)))
+            return Judged(verified.acceptance, outputs(padded, verified.acceptance), [[] for _ in range(count)])
+        parts = []
+        logits, plain_logits = self.logits(block, plan, verified)
         if drafted:
             some, lens = window.first(drafted), VerifyPlan(plan.verify_lens[:drafted])
             parts.append(self.judge(some.requests, block, logits, lens, some.rows, some.positions))
-        if drafted < len(window.requests):
+        if drafted < count:
             some, lens = window.rest(drafted), VerifyPlan(plan.verify_lens[drafted:])
             none = DraftBlock.empty(len(some.requests), self.runner.device)
             parts.append(self.judge(some.requests, none, plain_logits, lens, some.rows, some.positions))
@@ -205,7 +212,7 @@ class Round:
 
     def commit(
         self,
-        forward: Forward,
+        verified: Verified,
         requests: list[Request],
         tokens: list[list[int]],
         logprobs: list[list[TokenLogprob]],
@@ -234,15 +241,15 @@ class Round:
             num_rows.append(num_committed if request.speculates else 0)
             request.logprobs += logprobs[i][:count]
             emissions.append(Emission(request, new[:count], text, origins[:count], logprobs[i][:count]))
-        if forward.features.shape[2]:
-            self._give_context(forward, requests, num_rows, num_held)
+        if verified.forward.features.shape[2]:
+            self._give_context(verified, requests, num_rows, num_held)
         return emissions
 
-    def _give_context(self, forward: Forward, requests: list[Request], num_rows: list[int], num_held: int) -> None:
+    def _give_context(self, verified: Verified, requests: list[Request], num_rows: list[int], num_held: int) -> None:
         """Inject the committed rows, or hold them back; an ended request's go to the prefix cache."""
-        num_ready = len(requests) - num_held
+        forward, num_ready = verified.forward, len(requests) - num_held
         ready = num_rows[:num_ready] + [0] * num_held
-        if any(ready):
+        if any(ready) and verified.acceptance is None:
             self.runner.inject(forward, requests, ready)
         if num_held:
             hold(forward, requests, num_rows, num_held)

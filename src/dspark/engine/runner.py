@@ -15,7 +15,7 @@ from dspark.models.attention import AttentionBatch, PackedBatch
 from dspark.models.decoder import Decoder, DecoderOutput
 from dspark.spec.layout import PackedRows, pack, row_tier
 from dspark.spec.sampling import round_seed
-from dspark.spec.types import DraftBlock, SamplingRows
+from dspark.spec.types import Acceptance, DraftBlock, SamplingRows
 
 
 class Window(NamedTuple):
@@ -48,7 +48,9 @@ class Window(NamedTuple):
 class Forward(NamedTuple):
     """What the target made of the rows it ran: in places [B, T], or packed in [1, P]."""
 
-    batch: AttentionBatch | PackedBatch
+    is_packed: bool
+    positions: Tensor  # i64 [B, T]
+    slots: Tensor  # i64 [B, T], where keys and values went, and where the drafter's context goes
     hidden: Tensor  # [B, T, H], before the final norm
     features: Tensor  # [B, T, m, H]; m = 0 when nothing was captured
     ran: PackedRows  # the real rows, request by request
@@ -57,9 +59,24 @@ class Forward(NamedTuple):
     def states(self) -> Tensor:
         """The hidden states [N, H] of the real rows, request by request."""
         hidden = self.hidden.flatten(0, 1)
-        if isinstance(self.batch, PackedBatch):
+        if self.is_packed:
             return hidden[: self.ran.num_real]
         return hidden if len(hidden) == self.ran.num_real else hidden[self.ran.flat(self.hidden.shape[1])]
+
+
+class Epilogue(NamedTuple):
+    """How a round of greedy requests may end on the device: see `engine.graphs`."""
+
+    verify_lens: list[int]
+    gives_context: list[bool]  # whose committed rows the drafter is given
+
+
+class Verified(NamedTuple):
+    """What the target says of one round."""
+
+    forward: Forward
+    logits: Tensor | None  # [N, V] of the real rows, request by request; None where the round has judged itself
+    acceptance: Acceptance | None = None  # where it has, and has given the drafter its context
 
 
 class Runner:
@@ -95,7 +112,27 @@ class Runner:
             token_ids = batch.collect(token_ids)
         taps = self.drafter.config.target_layer_ids if capture and self.drafter is not None else ()
         output = self.run(token_ids, batch, taps)
-        return Forward(batch, output.hidden, output.taps, ran)
+        return Forward(compact, batch.positions, batch.slots, output.hidden, output.taps, ran)
+
+    def verify(
+        self,
+        window: Window,
+        block: DraftBlock,
+        lens: list[int],
+        compact: bool,
+        epilogue: Epilogue | None = None,
+    ) -> Verified:
+        """Run the first lens[b] rows of each request, its anchor and then its drafts, causal.
+
+        The block has drafts of the first requests. An epilogue is for runners that record: here nothing comes of it.
+        """
+        drafted, width = len(block.tokens), max(lens)
+        token_ids = window.anchors.new_zeros(len(lens), width)
+        token_ids[:, 0] = window.anchors
+        token_ids[:drafted, 1:] = block.tokens[:, : width - 1]
+        capture = any(request.speculates for request in window.requests)
+        forward = self.forward(window, token_ids, lens, capture, compact)
+        return Verified(forward, self.logits(forward.states))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., V]."""
@@ -112,7 +149,7 @@ class Runner:
         """Give the drafter the first num_rows[b] rows of each request, committed, and the tokens that follow them."""
         assert self.drafter is not None
         lens = torch.tensor(num_rows, device=self.device)
-        if isinstance(forward.batch, PackedBatch):
+        if forward.is_packed:
             keep = forward.ran.among_first(lens)[None]  # [1, P]
         else:
             keep = torch.arange(forward.features.shape[1], device=self.device) < lens[:, None]  # [B, T]
@@ -120,8 +157,7 @@ class Runner:
         next_ids = torch.tensor([token for ids in following for token in ids], device=self.device)
         index = keep.flatten().nonzero().squeeze(1)
         features, positions, slots = (
-            table.flatten(0, 1).index_select(0, index)
-            for table in (forward.features, forward.batch.positions, forward.batch.slots)
+            table.flatten(0, 1).index_select(0, index) for table in (forward.features, forward.positions, forward.slots)
         )
         self.write_context(features, next_ids, positions, slots)
 
@@ -132,7 +168,9 @@ class Runner:
         output: DecoderOutput = self.decoder(token_ids, batch, self.cache, taps)
         return output
 
-    def propose(self, anchors: Tensor, batch: AttentionBatch, rows: SamplingRows, positions: Tensor) -> DraftBlock:
+    def propose(
+        self, anchors: Tensor, batch: AttentionBatch, rows: SamplingRows | None, positions: Tensor
+    ) -> DraftBlock:
         """The drafter's block behind anchors [B] at positions [B]: see `Drafter.propose`."""
         assert self.drafter is not None
         return self.drafter.propose(anchors, batch, self.draft_cache, rows, positions, self.num_drafts)
@@ -146,6 +184,16 @@ class Runner:
 def num_window_positions(drafter: Drafter | None) -> int:
     """Positions from seq_len on that one round may write, in either cache: the block's rows and the verify rows."""
     return 1 if drafter is None else max(drafter.config.num_drafts + 1, drafter.config.query_rows)
+
+
+def are_greedy(requests: list[Request]) -> bool:
+    """Whether nobody samples."""
+    return all(request.params.temperature == 0 for request in requests)
+
+
+def may_judge_itself(requests: list[Request]) -> bool:
+    """Whether a round of these requests may end on the device: greedy, and nobody edits the logits or reads them."""
+    return are_greedy(requests) and all(r.edits is None and r.params.logprobs is None for r in requests)
 
 
 def window_of(requests: list[Request], device: torch.device) -> Window:

@@ -33,6 +33,7 @@ class AttentionBatch:
     kv_slots: Tensor | None  # i64 [B * S], the slots of positions 0..S-1 otherwise
     real_rows: Tensor | None  # i64 [N], flat indices into [B * T] of the rows that are not padding; None = all
     causal_from_zero: bool  # each request starts at position 0 and is causal, so T == S and no mask tensor is needed
+    is_static: bool = False  # laid out without reading a value back: S is fixed, and masks are made even for nothing
     _biases: dict[tuple[int | None, torch.dtype, int], Tensor | None] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -95,7 +96,7 @@ class AttentionBatch:
         """
         assert self.real_rows is None
         visible_end = self.visible_end[:, index : index + 1]  # [B, 1]
-        num_keys = int(visible_end.max())
+        num_keys = self.num_keys if self.is_static else int(visible_end.max())
         kv_slots = self.kv_slots
         if kv_slots is not None:
             seen = torch.arange(num_keys, device=visible_end.device) < visible_end
@@ -140,7 +141,7 @@ class AttentionBatch:
             if window is not None:
                 seen &= key > self.positions[..., None] - window
             bias = None
-            if not bool(seen.all()):
+            if self.is_static or not bool(seen.all()):
                 bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
                 bias = bias.masked_fill_(~seen, float("-inf")).repeat(1, repeats, 1).unsqueeze(1)
             self._biases[window, dtype, repeats] = bias

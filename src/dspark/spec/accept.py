@@ -50,7 +50,7 @@ def accept(
     for judge, some in kinds:
         if len(some) == batch_size:
             return judge(block, target_logits, plan.verify_lens, rows, positions)
-    outcome = _accept_greedy(block.tokens, target_logits, plan.verify_lens)
+    outcome = accept_choices(block.tokens, choices(target_logits), plan.verify_lens)
     for judge, some in kinds:
         if len(some):
             judged = judge(
@@ -75,12 +75,17 @@ def emitted(tokens: Int64[Tensor, "B G"], acceptance: Acceptance) -> Int64[Tenso
     return torch.where(place < end, F.pad(tokens, (0, 1)), torch.where(place == end, acceptance.bonus[:, None], -1))
 
 
-def _accept_greedy(
-    tokens: Int64[Tensor, "B G"], logits: Float[Tensor, "B T V"], verify_lens: Int64[Tensor, " B"]
-) -> Acceptance:
+def choices(logits: Float[Tensor, "*rows V"]) -> Int64[Tensor, "*rows"]:
+    """What a greedy request takes by each row: the argmax, or -1 where no logit is finite."""
     best = argmax(logits)
-    finite = logits.gather(2, best.unsqueeze(2)).squeeze(2).isfinite()
-    best = torch.where(finite, best, -1)
+    finite = logits.gather(-1, best.unsqueeze(-1)).squeeze(-1).isfinite()
+    return torch.where(finite, best, -1)
+
+
+def accept_choices(
+    tokens: Int64[Tensor, "B G"], best: Int64[Tensor, "B T"], verify_lens: Int64[Tensor, " B"]
+) -> Acceptance:
+    """Judge greedy requests by what each row chooses; see `accept`. Nothing is read back from the device."""
     passed = tokens == best[:, :-1]
     if kernels := kernels_for(passed):
         return Acceptance(*kernels.end_run(passed, verify_lens, best))
