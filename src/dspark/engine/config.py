@@ -42,6 +42,9 @@ class EngineSettings(Settings):
     # Record decode rounds, once for each size, and replay them. auto: as CUDA graphs, on CUDA devices alone; on: on the
     # CPU too, as FX graphs that save nothing but show what can be recorded. Answers are the same
     graphs: Literal["auto", "on", "off"] = "auto"
+    # How rows read the cache. sdpa: keys and values of all requests are gathered; flex: they are read where they lie,
+    # if block and head sizes are powers of two from 16 on. auto is sdpa
+    attention: Literal["auto", "sdpa", "flex"] = "auto"
     record_rounds: bool = False  # keep a RoundRecord of every round of requests that speculate, for evaluation
 
     @model_validator(mode="after")

@@ -211,6 +211,10 @@ class Engine:
         outputs = []
         for request, token_ids, text, origins, logprobs in emissions:
             self._scheduler.list_blocks(request)
+            if request.finish_reason == "error" and self.settings.attention == "flex":
+                self._round.runner.wipe(
+                    [b for b in request.block_table if self._scheduler.allocator.num_holders(b) == 1]
+                )
             if token_ids and request.figures.first_token_seconds is None:
                 request.figures.first_token_seconds = time.perf_counter() - request.submitted_at
             completion = None

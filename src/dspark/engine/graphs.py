@@ -199,6 +199,7 @@ class RecordedRunner(Runner):
             kv_slots=kv_slots.flatten(),
             real_rows=None,
             causal_from_zero=False,
+            tables=tables,
             is_static=True,
         )
 
@@ -238,6 +239,8 @@ def records(settings: EngineSettings, decoder: Decoder) -> bool:
         if settings.graphs == "on":
             raise ConfigError("graphs on needs a target without experts, whose rows the host deals out: set it to auto")
         return False
+    if settings.graphs == "on" and settings.attention == "flex" and device.type != "cuda":
+        raise ConfigError("graphs on records flex attention on CUDA devices alone: set attention to sdpa")
     return settings.graphs == "on" or (settings.graphs == "auto" and device.type == "cuda")
 
 

@@ -64,6 +64,11 @@ class LeadRunner(Runner):
         with self._line.call(self._number, "write_context", features, next_ids, positions, slots):
             super().write_context(features, next_ids, positions, slots)
 
+    def wipe(self, blocks: list[int]) -> None:
+        """See `Runner.wipe`."""
+        with self._line.call(self._number, "wipe", blocks):
+            super().wipe(blocks)
+
 
 def make_runner(
     line: Line | None, decoder: Decoder, drafter: Drafter | None, settings: EngineSettings, num_blocks: int
@@ -105,6 +110,8 @@ def _run(runner: Runner, name: str, arguments: list[Any]) -> None:
             runner.propose(*arguments)
         case "write_context":
             runner.write_context(*arguments)
+        case "wipe":
+            runner.wipe(*arguments)
         case _:
             raise AssertionError(name)
 

@@ -88,9 +88,11 @@ class Runner:
         self.block_size = settings.block_size
         self.device = decoder.embed_tokens.weight.device
         self.cache = decoder.new_cache(num_blocks, settings.block_size)
+        self.cache.attention = "flex" if settings.attention == "flex" else "sdpa"
         self.num_drafts = 0
         if drafter is not None:
             self.draft_cache = drafter.new_cache(num_blocks, settings.block_size)
+            self.draft_cache.attention = self.cache.attention
             self.num_drafts = min(drafter.config.num_drafts, settings.num_draft_tokens or drafter.config.num_drafts)
 
     def forward(
@@ -160,6 +162,11 @@ class Runner:
             table.flatten(0, 1).index_select(0, index) for table in (forward.features, forward.positions, forward.slots)
         )
         self.write_context(features, next_ids, positions, slots)
+
+    def wipe(self, blocks: list[int]) -> None:
+        """Make blocks zero that a broken request leaves: whoever gets them may multiply what is masked by zero."""
+        for cache in (self.cache, self.draft_cache) if self.drafter is not None else (self.cache,):
+            cache.wipe(blocks)
 
     # The calls of the networks, on tensors alone: what several processes that share them make together.
 

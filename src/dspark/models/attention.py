@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache, in plain PyTorch.
+"""Attention over the paged KV cache, in plain PyTorch; `flex` has the other way to read the cache.
 
 Shapes: B requests, T rows a request in this forward, P packed rows, S keys of the longest context, Hq query heads,
 Hkv key/value heads, D head dimension.
@@ -13,7 +13,9 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
+from dspark.models.flex import fits, paged_flex, paged_mask
 from dspark.models.kv_cache import PagedKVCache
 from dspark.spec.layout import PackedRows
 
@@ -33,8 +35,10 @@ class AttentionBatch:
     kv_slots: Tensor | None  # i64 [B * S], the slots of positions 0..S-1 otherwise
     real_rows: Tensor | None  # i64 [N], flat indices into [B * T] of the rows that are not padding; None = all
     causal_from_zero: bool  # each request starts at position 0 and is causal, so T == S and no mask tensor is needed
+    tables: Tensor  # i64 [B, K], the blocks that positions 0..S-1 lie in; 0 where a request has none
     is_static: bool = False  # laid out without reading a value back: S is fixed, and masks are made even for nothing
     _biases: dict[tuple[int | None, torch.dtype, int], Tensor | None] = field(default_factory=dict, repr=False)
+    _masks: dict[int | None, BlockMask] = field(default_factory=dict, repr=False)
 
     @classmethod
     def build(
@@ -67,7 +71,8 @@ class AttentionBatch:
         assert all(len(t) * block_size >= end for t, end in zip(block_tables, last, strict=True))
 
         pages = [list(table[:num_pages]) + [0] * (num_pages - len(table)) for table in block_tables]
-        first_slots = torch.tensor(pages, device=device) * block_size  # [B, num_pages]
+        tables = torch.tensor(pages, device=device)  # [B, num_pages]
+        first_slots = tables * block_size
         slots = first_slots.gather(1, positions // block_size) + positions % block_size
         if real is not None:
             slots = torch.where(real, slots, 0)
@@ -87,6 +92,7 @@ class AttentionBatch:
             kv_slots=kv_slots,
             real_rows=None if real is None else real.flatten().nonzero().squeeze(1),
             causal_from_zero=causal and num_keys == T and not bool(positions[:, 0].any()),
+            tables=tables,
         )
 
     def row(self, index: int) -> Self:
@@ -111,6 +117,7 @@ class AttentionBatch:
             kv_slots=kv_slots,
             causal_from_zero=False,
             _biases={},
+            _masks={},
         )
 
     def write(self, cache: PagedKVCache, layer: int, k: Tensor, v: Tensor) -> None:
@@ -146,6 +153,14 @@ class AttentionBatch:
                 bias = bias.masked_fill_(~seen, float("-inf")).repeat(1, repeats, 1).unsqueeze(1)
             self._biases[window, dtype, repeats] = bias
         return self._biases[window, dtype, repeats]
+
+    def mask(self, window: int | None, cache: PagedKVCache) -> BlockMask:
+        """What `bias` says, over the whole cache where it lies."""
+        if window not in self._masks:
+            self._masks[window] = paged_mask(
+                self.tables, self.positions, self.visible_end, window, cache.num_blocks, cache.block_size
+            )
+        return self._masks[window]
 
 
 @dataclass(frozen=True)
@@ -204,6 +219,8 @@ def paged_attention(
     if isinstance(batch, PackedBatch):
         return batch.collect(paged_attention(batch.spread(q), layer, cache, batch.dense, window, scale))
     B, T, Hq, D = q.shape
+    if cache.attention == "flex" and fits(D, cache.block_size, q.device):
+        return paged_flex(q, *cache.layers[layer], batch.mask(window, cache), scale)
     k, v = batch.read(cache, layer)
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, S, D]
     Hkv = k.shape[1]

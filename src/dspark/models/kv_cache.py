@@ -4,9 +4,12 @@ Shapes: L layers, N rows written, Hkv key/value heads, D head dimension; Hkv and
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+AttentionName = Literal["sdpa", "flex"]
 
 
 class PagedKVCache:
@@ -29,6 +32,7 @@ class PagedKVCache:
         """`num_kv_heads` and `head_dim` are one number for all layers or one for each."""
         heads = [num_kv_heads] * num_layers if isinstance(num_kv_heads, int) else num_kv_heads
         dims = [head_dim] * num_layers if isinstance(head_dim, int) else head_dim
+        self.attention: AttentionName = "sdpa"  # how it is read
         self.num_blocks = num_blocks
         self.block_size = block_size
         shapes = [(num_blocks * block_size, h, d) for h, d in zip(heads, dims, strict=True)]
@@ -41,6 +45,11 @@ class PagedKVCache:
         keys, values = self.layers[layer]
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
+
+    def wipe(self, blocks: Sequence[int]) -> None:
+        """Make these blocks zero again."""
+        for stored in (*self.k, *self.v):
+            stored.view(self.num_blocks, self.block_size, *stored.shape[1:])[list(blocks)] = 0
 
     @property
     def num_bytes(self) -> int:
