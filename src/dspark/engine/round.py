@@ -143,12 +143,11 @@ class Round:
         return self.planner.hold_to(round_plan, block.confidence_logits, np.array(asked))
 
     def verify_plan(self, round_plan: RoundPlan) -> VerifyPlan:
-        """The verify lengths as a plan of all requests, and the rows that run where more of them do."""
-        device = self.runner.device
-        lens = torch.from_numpy(round_plan.verify_lens).to(device)
+        """The verify lengths as a plan of all requests, and the rows that run where more of them do: on the host."""
+        lens = torch.from_numpy(round_plan.verify_lens)
         if self.settings.verify_rows != "cap_accept":
             return VerifyPlan(lens)
-        whole = torch.from_numpy(round_plan.max_lens).to(device)
+        whole = torch.from_numpy(round_plan.max_lens).clone()
         whole[round_plan.num_drafting :] = 1
         return VerifyPlan(lens, whole)
 
@@ -201,10 +200,10 @@ class Round:
         parts = []
         logits, plain_logits = self.logits(block, plan, verified)
         if drafted:
-            some, lens = window.first(drafted), VerifyPlan(plan.verify_lens[:drafted])
+            some, lens = window.first(drafted), VerifyPlan(plan.verify_lens[:drafted].to(self.runner.device))
             parts.append(self.judge(some.requests, block, logits, lens, some.rows, some.positions))
         if drafted < count:
-            some, lens = window.rest(drafted), VerifyPlan(plan.verify_lens[drafted:])
+            some, lens = window.rest(drafted), VerifyPlan(plan.verify_lens[drafted:].to(self.runner.device))
             none = DraftBlock.empty(len(some.requests), self.runner.device)
             parts.append(self.judge(some.requests, none, plain_logits, lens, some.rows, some.positions))
         acceptance = Acceptance(*(torch.cat(column) for column in zip(*(p.acceptance for p in parts), strict=True)))
