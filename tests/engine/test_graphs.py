@@ -230,5 +230,5 @@ def test_where_rounds_are_recorded(make_model, target):
         Engine(experts, None, EngineSettings(max_length=60, graphs="on"))
     with pytest.raises(ConfigError, match="set attention to sdpa"):
         Engine(target, None, EngineSettings(max_length=60, graphs="on", attention="flex"))
-    with pytest.raises(ConfigError, match="set graphs to auto or off, or tensor_parallel to 1"):
+    with pytest.raises(ConfigError, match="set graphs to off, or tensor_parallel to 1"):
         open_engine(ModelOptions(tensor_parallel=2), EngineSettings(graphs="on"))

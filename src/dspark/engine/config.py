@@ -39,12 +39,12 @@ class EngineSettings(Settings):
     costs: Literal["measure"] | Path | None = None  # of rounds: a file of `dspark profile`, or measured at the start
     # What each position's confidence logit is divided by; None = 1
     confidence_temperatures: tuple[Annotated[float, Field(gt=0)], ...] | None = None
-    # Record decode rounds, once for each size, and replay them. auto: as CUDA graphs, on CUDA devices alone; on: on the
-    # CPU too, as FX graphs that save nothing but show what can be recorded. Answers are the same
-    graphs: Literal["auto", "on", "off"] = "auto"
+    # Record decode rounds, once for each size, and replay them: as CUDA graphs on a CUDA device; on the CPU as FX
+    # graphs, which save nothing but show what can be recorded. Answers are the same. Off until it has been run on a GPU
+    graphs: Literal["off", "on"] = "off"
     # How rows read the cache. sdpa: keys and values of all requests are gathered; flex: they are read where they lie,
-    # if block and head sizes are powers of two from 16 on. auto is sdpa
-    attention: Literal["auto", "sdpa", "flex"] = "auto"
+    # if block and head sizes are powers of two from 16 on
+    attention: Literal["sdpa", "flex"] = "sdpa"
     record_rounds: bool = False  # keep a RoundRecord of every round of requests that speculate, for evaluation
 
     @model_validator(mode="after")

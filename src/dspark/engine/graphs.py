@@ -234,14 +234,13 @@ class RecordedRunner(Runner):
 
 def records(settings: EngineSettings, decoder: Decoder) -> bool:
     """Whether an engine over this decoder records its rounds. Raises ConfigError where it is told to and can not."""
-    device = decoder.embed_tokens.weight.device
-    if decoder.config.moe is not None:
-        if settings.graphs == "on":
-            raise ConfigError("graphs on needs a target without experts, whose rows the host deals out: set it to auto")
+    if settings.graphs == "off":
         return False
-    if settings.graphs == "on" and settings.attention == "flex" and device.type != "cuda":
+    if decoder.config.moe is not None:
+        raise ConfigError("graphs on needs a target without experts, whose rows the host deals out: set it to off")
+    if settings.attention == "flex" and decoder.embed_tokens.weight.device.type != "cuda":
         raise ConfigError("graphs on records flex attention on CUDA devices alone: set attention to sdpa")
-    return settings.graphs == "on" or (settings.graphs == "auto" and device.type == "cuda")
+    return True
 
 
 def pack_static(lens: Tensor, num_rows: int) -> tuple[PackedRows, Tensor]:

@@ -28,7 +28,7 @@ from dspark.models.linear import pack_linears
 from dspark.models.sharding import Shards, shard_decoder
 from dspark.spec.types import DraftBlock, SamplingRows
 
-DIVIDED_GRAPHS = "graphs on records the rounds of one process: set graphs to auto or off, or tensor_parallel to 1"
+DIVIDED_GRAPHS = "graphs on records the rounds of one process: set graphs to off, or tensor_parallel to 1"
 
 
 class LeadRunner(Runner):

@@ -88,7 +88,7 @@ class Runner:
         self.block_size = settings.block_size
         self.device = decoder.embed_tokens.weight.device
         self.cache = decoder.new_cache(num_blocks, settings.block_size)
-        self.cache.attention = "flex" if settings.attention == "flex" else "sdpa"
+        self.cache.attention = settings.attention
         self.num_drafts = 0
         if drafter is not None:
             self.draft_cache = drafter.new_cache(num_blocks, settings.block_size)
