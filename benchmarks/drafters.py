@@ -6,7 +6,7 @@ reads `recipes/compare/results.json`, which was made, for NAME in dspark, dflash
 
     dspark train recipes/compare/train-NAME.toml
     dspark eval --drafter runs/compare/NAME/last --tasks gsm8k mbpp mt-bench --prompts 30 --tokens 96 --dtype float32 \
-        --batch 16 --no-plain --out results/compare/NAME
+        --batch 16 --no-plain --temperatures 1 --out results/compare/NAME
     python benchmarks/drafters.py --collect results/compare --runs runs/compare
 
 Accepted length (tau, the bonus counted) at temperature 1, the mean of the three sets; ratios by set have intervals in
@@ -62,14 +62,15 @@ def ratios(results: dict[str, Any]) -> dict[str, object]:
     }
 
 
-def collect(name: str, results: Path, run: Path, cache: Path) -> dict[str, Any]:
+def collect(name: str, results: Path, run: Path, caches: list[Path]) -> dict[str, Any]:
     """What one drafter reached, by set, and what it was trained on."""
     recipe = RECIPES / f"train-{name}.toml"
     settings = TrainSettings.from_dict(read_toml(recipe), str(recipe))
     measured = read_run(results, name)
     (sampled,) = (found for found in summarise(measured.rows) if found.setting.temperature == TEMPERATURE)
     last_step = [row["step"] for _, row in read_jsonl(run / "metrics.jsonl")][-1]
-    manifest = json.loads((cache / "manifest.json").read_text(encoding="utf-8"))
+    manifests = [json.loads((cache / "manifest.json").read_text(encoding="utf-8")) for cache in caches]
+    (target,) = {manifest["target_revision"] for manifest in manifests}
     compared = ("target_digest", "tokens", "seed", "dtype")
     return {
         "recipe": f"recipes/compare/{recipe.name}",
@@ -77,8 +78,8 @@ def collect(name: str, results: Path, run: Path, cache: Path) -> dict[str, Any]:
         "steps": last_step,
         "anchors": settings.num_anchors,
         "batch_size": settings.batch_size,
-        "samples": manifest["num_samples"],
-        "data": manifest["target_revision"],
+        "samples": sum(manifest["num_samples"] for manifest in manifests),
+        "data": target,
         "measured": {field: measured.stamp[field] for field in compared}
         | {"prompts": {task: sampled.tasks[task].prompts for task in SETS}},
         "tau": {task: round(sampled.tasks[task].tau.value or 0.0, 4) for task in SETS},
@@ -104,7 +105,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--collect", type=Path, metavar="RESULTS", help="directory of the three drafters' dspark eval")
     parser.add_argument("--runs", type=Path, default=Path("runs/compare"), help="directory of the three training runs")
-    parser.add_argument("--cache", type=Path, default=Path("runs/smollm2-135m/features"), help="what they trained on")
+    default = [Path("runs/smollm2-135m/features")]
+    parser.add_argument("--cache", type=Path, nargs="+", default=default, help="what they trained on")
     return parser.parse_args()
 
 

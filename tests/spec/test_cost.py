@@ -90,3 +90,15 @@ def test_rounds_move_the_costs_at_a_bounded_rate() -> None:
     assert seconds(costs, 4, [4], num_drafting=0)[0] == pytest.approx(0.0104, rel=0.1)
     curve = seconds(costs, 4, list(range(1, 100)))
     assert curve == sorted(curve), "more rows never take less"
+
+
+def test_what_is_learnt_of_plain_rounds_holds_for_speculative_ones_of_as_many_requests() -> None:
+    """Contexts shorter than the measured ones: else drafts that were never tried would look dearer than they are."""
+    costs = OnlineCosts(RoundCosts(ADDITIVE, None, Curve((1, 16), (0.01, 0.012))))
+    before = {size: seconds(costs, size, [4 * size])[0] for size in (1, 8)}
+    plain = {size: seconds(costs, size, [size], num_drafting=0)[0] for size in (1, 8)}
+    for _ in range(200):
+        costs.observe(1, 0, 1, plain[1])
+        costs.observe(8, 0, 8, 0.8 * plain[8])
+    assert seconds(costs, 1, [4])[0] == pytest.approx(before[1], rel=0.06)
+    assert seconds(costs, 8, [32])[0] < 0.92 * before[8]
