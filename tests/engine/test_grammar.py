@@ -147,6 +147,6 @@ def test_compiled_grammars_are_kept_for_the_next_request(engine):
 def test_without_llguidance_grammars_are_refused_with_the_remedy(target, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     engine = Engine(target, None, SETTINGS)
-    with pytest.raises(RequestError, match=r"regex: .*pip install 'dspark\[grammar\]'"):
+    with pytest.raises(RequestError, match=r"regex: .*pip install llguidance"):
         engine.submit(PROMPT, SamplingParams(regex="a"))
     assert engine.generate([PROMPT], SamplingParams(max_tokens=2))[0].token_ids

@@ -69,7 +69,7 @@ def test_homes_are_worded_like_the_prompts_at_hand() -> None:
 def test_a_fetched_task_is_written_once_and_whole(tmp_path: Path) -> None:
     """Through the datasets library where it is there; otherwise the error says what to do instead."""
     if find_spec("datasets") is None:
-        with pytest.raises(DataError, match=r"task gsm8k: .*dspark\[data\].*--data"):
+        with pytest.raises(DataError, match=r"task gsm8k: .*pip install datasets.*--data"):
             fetch(BUILTIN_TASKS[0], tmp_path / "gsm8k.jsonl")
         assert not list(tmp_path.iterdir())
         return
