@@ -11,7 +11,7 @@ from dspark.engine.config import EngineSettings
 from dspark.engine.engine import Engine
 from dspark.engine.expectation import Correction, Expectation
 from dspark.engine.lagged import LaggedRing, Slots
-from dspark.engine.planning import Planner
+from dspark.engine.planning import Planner, _Rest
 from dspark.engine.request import SamplingParams
 from dspark.errors import ConfigError, RequestError
 
@@ -95,6 +95,15 @@ def test_a_drafter_that_does_not_pay_is_asked_now_and_then(kind, target, make_dr
     later = [count for _, count, _ in costs.seen[len(drafted) :]]
     assert 1 in later[:3], "what may be spent on a try is spent"
     assert sum(later) <= 3
+
+
+def test_a_rest_outlasts_a_request_that_comes_or_goes():
+    rest = _Rest()
+    for _ in range(4):
+        rest.note(32, anybody=False)
+    assert rest.goes_on(30)
+    assert not rest.goes_on(20)
+    assert not _Rest().goes_on(32)
 
 
 def test_a_batch_is_split_where_one_drafts_well_and_another_badly(target, make_scripted):

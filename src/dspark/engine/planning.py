@@ -198,7 +198,7 @@ class Planner:
 class _Rest:
     """Plain rounds without a new look at whom to draft for: 0, 1, 3, 7, ... after each look that says nobody.
 
-    A batch of another size ends it.
+    A batch of another size ends it, one that differs by more than an eighth.
     """
 
     def __init__(self) -> None:
@@ -208,14 +208,17 @@ class _Rest:
 
     def goes_on(self, size: int) -> bool:
         """Whether this round needs no look; counts it."""
-        if self._left <= 0 or size != self._size:
+        if self._left <= 0 or not self._is_alike(size):
             return False
         self._left -= 1
         return True
 
     def note(self, size: int, anybody: bool) -> None:
         """A look was taken at a batch of so many requests."""
-        kept = not anybody and size == self._size
+        kept = not anybody and self._is_alike(size)
         self._left = self._length if kept else 0
         self._length = min(2 * self._length + 1, LONGEST_REST) if kept else 0
         self._size = size
+
+    def _is_alike(self, size: int) -> bool:
+        return abs(size - self._size) <= self._size // 8
